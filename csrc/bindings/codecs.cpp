@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Codecs for Python: checks what comes in, releases the GIL, calls.
+// Codecs for Python: check the arguments, release the GIL and encode.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -99,7 +99,7 @@ nb::bytes topk8_from(nb::handle rows, const std::string& dtype, std::size_t num_
 
 void bind_codecs(nb::module_& module) {
   module.def("instruction_sets", &instruction_sets,
-             "What this CPU has, the widest last.");
+             "The supported instruction sets of this CPU, the widest last.");
   module.def("encode_full8", &full8_from, "rows"_a, "dtype"_a, "num_rows"_a, "width"_a,
              "instructions"_a = nb::none(), "full8 records of rows.");
   module.def("encode_topk8", &topk8_from, "rows"_a, "dtype"_a, "num_rows"_a, "width"_a,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programs of hook points for Python, which gives addresses: it keeps the memory.
+// Programs of hook points for Python. It passes addresses and keeps the memory alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string_view.h>
@@ -20,7 +20,7 @@ using namespace nb::literals;
 namespace clearbox {
 namespace {
 
-/// So few tokens take less time than another thread may keep the GIL.
+/// Up to this many tokens take less time than another thread may keep the GIL.
 constexpr std::size_t kFewTokens = 256;
 
 /// The address and the stride of a tensor.

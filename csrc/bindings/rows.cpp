@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies of rows for Python, which gives addresses: it keeps the memory.
+// Copies of rows for Python. It passes addresses and keeps the memory alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
@@ -29,7 +29,7 @@ void gather(const std::vector<Numbers>& copies, std::size_t row_bytes,
   for (const auto& [target, target_apart, source, source_apart, source_distance, taps,
                     rows] : copies) {
     if (target_apart < rows * row_bytes && taps > 1) {
-      throw nb::value_error("the rows of one tap would lie over those of the next");
+      throw nb::value_error("the rows of one tap would overlap those of the next");
     }
     checked.push_back({reinterpret_cast<std::byte*>(target), target_apart,
                        reinterpret_cast<const std::byte*>(source), source_apart,

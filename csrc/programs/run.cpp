@@ -14,7 +14,7 @@
 namespace clearbox {
 namespace {
 
-constexpr float kSmallest = 0x1p-126F;  // The smallest norm by which is divided.
+constexpr float kSmallest = 0x1p-126F;  // The smallest norm used as a divisor.
 constexpr float kDeviation = 1e-5F;     // Added to a standard deviation.
 constexpr float kFiresAbove = 0.5F;
 

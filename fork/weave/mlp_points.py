@@ -124,7 +124,7 @@ def prove_mlp(trace: Trace) -> None:
             if any(
                 t.point == MLP_OUT and w.reductions for t, w in tensor.terms.items()
             ):
-                raise Unprovable(f"{MLP_OUT} is reduced over ranks behind it")
+                raise Unprovable(f"{MLP_OUT} is reduced over ranks after it")
 
 
 def _mixers(trace: Trace) -> set[Term]:

@@ -85,13 +85,13 @@ def _check_reductions(trace: Trace, taps: list[Event]) -> None:
                 if term.role is not Role.TAP or not weight.reductions:
                     continue
                 if not partial:
-                    raise Unprovable(f"{term.point} is reduced over ranks behind it")
+                    raise Unprovable(f"{term.point} is reduced over ranks after it")
                 summed.add(term.point or "")
     expected = {p for p, method in methods.items() if method == "partial"} - {BLOCK}
     if len(trace.entry) == 1:  # without a residual the branch is the whole stream
         expected.discard(PRE)
     if expected - summed:
-        raise Unprovable(f"{', '.join(expected - summed)} is not reduced behind it")
+        raise Unprovable(f"{', '.join(expected - summed)} is not reduced after it")
 
 
 def _check_source(added: Set[Term], stream: Set[Term], point: str) -> None:

@@ -13,7 +13,7 @@ from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import Reference
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.copy_guard import guard_copies
-from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
+from vllm.model_executor.layers.residual.inductor_guard import guard_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.program import (
     Flag,
@@ -95,7 +95,7 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
     assert torch.equal(eager[1, 1::4], given[1, 1::4])
     torch.testing.assert_close(eager[0, 1::4], untouched)
     assert tokens == 1 or not torch.equal(eager[0, 0], given[0, 0] @ weight)
-    ask_before_calls()
+    guard_calls()
     guard_copies()
     fresh = torch._inductor.config.patch(force_disable_caches=True)
     torch._dynamo.reset()  # Each case counts as a recompilation of `visit`.

@@ -134,7 +134,7 @@ def test_whether_a_branch_is_partial_may_be_known_only_at_run_time(
             return hidden_states, residual
         """
     )
-    assert "is not reduced behind it" in weave_module(source, MODULE).problems[0]
+    assert "is not reduced after it" in weave_module(source, MODULE).problems[0]
     rule = Rule(
         reason="late",
         partial_when={"pre_attn": "self.late", "post_block": "self.later"},

@@ -344,7 +344,7 @@ def test_the_more_it_saves_the_sooner_a_graph_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 9)
-    monkeypatch.setattr(residual_graph_choice, "LAUNCHES_IN_VAIN", 4 * 17)
+    monkeypatch.setattr(residual_graph_choice, "SUPERFLUOUS_LAUNCHES", 4 * 17)
     graphs = families()
     manager = Manager()
     one = frozenset({STEERING[3, "post_block"]})  # It saves 17 of 18 launches.

@@ -88,7 +88,7 @@ class CaptureConsumer(ABC):
         return None
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """Turn what a request asks of this consumer into a spec.
+        """Parse a request's spec for this consumer.
 
         Args:
             raw: the value of `SamplingParams.capture[instance_name]`.

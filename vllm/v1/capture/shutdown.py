@@ -29,14 +29,14 @@ def flush_seconds() -> float:
     return max(envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS - 1.0, 1.0)
 
 
-def process_seconds(vllm_config: "VllmConfig", asked: float | None) -> float | None:
+def process_seconds(vllm_config: "VllmConfig", limit: float | None) -> float | None:
     """Seconds for the engine process to stop, after it was told to.
 
     Args:
         vllm_config: of the engine.
-        asked: the limit without capture; None stands for upstream's default.
+        limit: the limit without capture; None stands for upstream's default.
 
     """
-    if not vllm_config.capture_config.enabled or asked is None:
-        return asked
-    return max(asked, envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS + EXECUTOR_SECONDS)
+    if not vllm_config.capture_config.enabled or limit is None:
+        return limit
+    return max(limit, envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS + EXECUTOR_SECONDS)

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 def by_choice(
     outputs: Sequence["RequestOutput | None"], part: Callable[["CompletionOutput"], Any]
 ) -> Any:
-    """What the choices of a response to one or several prompts have.
+    """A field of a response, collected from the choices of one or several prompts.
 
     Args:
         outputs: of each prompt.
-        part: what a choice has; falsy if it has nothing.
+        part: returns a choice's value; a falsy value means none.
 
     Returns:
-        The part of a single choice, else the parts by the choice's index as a string.
+        The value of a single choice, else the values by the choice's index as a string.
         None if no choice has one.
 
     """

@@ -28,7 +28,7 @@ RECORD_AFTER = 256
 
 Recording takes about as long as 20 steps; a saved launch takes about 1/1000 of one.
 """
-LAUNCHES_IN_VAIN = 8192
+SUPERFLUOUS_LAUNCHES = 8192
 """A graph is recorded after this many superfluous launches, some 10 ms of GPU time."""
 WORTH_RECORDING = 4
 """Minimum number of superfluous launches per step that a recorded graph must save."""
@@ -50,9 +50,10 @@ class Choice:
 
     def is_worth_recording(self, needed: int) -> bool:
         """Whether a graph with only the `needed` ops should be recorded."""
-        in_vain = self.size - needed
-        return in_vain >= WORTH_RECORDING and (
-            self.wanted >= RECORD_AFTER or self.wanted * in_vain >= LAUNCHES_IN_VAIN
+        superfluous = self.size - needed
+        return superfluous >= WORTH_RECORDING and (
+            self.wanted >= RECORD_AFTER
+            or self.wanted * superfluous >= SUPERFLUOUS_LAUNCHES
         )
 
 

@@ -63,11 +63,13 @@ def families_at_start(
         may_record: whether graphs can be recorded while serving.
 
     """
-    behind = frozenset(a for (_, hook), a in capture.items() if hook == "post_block")
+    post_block = frozenset(
+        a for (_, hook), a in capture.items() if hook == "post_block"
+    )
     captures, adds = frozenset(capture.values()), frozenset(steering.values())
     steers = adds | frozenset(programs.values())
     alone = (adds, steers) if may_record else (captures, adds, steers)
-    every = (NOTHING, behind, *alone, captures | steers)
+    every = (NOTHING, post_block, *alone, captures | steers)
     return sorted(dict.fromkeys(every), key=len)
 
 

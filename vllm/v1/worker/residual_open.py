@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.copy_guard import guard_copies
-from vllm.model_executor.layers.residual.inductor_guard import ask_before_calls
+from vllm.model_executor.layers.residual.inductor_guard import guard_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.readouts.worker.modules import WorkerModules
@@ -107,7 +107,7 @@ def _open(
         "no capture" if capture is None else capture.summary(),
         "no steering" if steering is None else steering.summary(),
     )
-    ask_before_calls()
+    guard_calls()
     guard_copies()
     may_record = can_record(vllm_config)
     graphs = GraphFamilies(

@@ -6,7 +6,7 @@ from fork.language import add_import, last
 EDITS = [
     add_import(
         "from vllm.v1.capture.consumers.memory import api as kept_rows_api",
-        why="What the methods below do.",
+        why="Implements the methods below.",
     ),
     add_import(
         "from vllm.v1.hooks.frontend import api as hooks_api",

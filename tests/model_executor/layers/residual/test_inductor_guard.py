@@ -20,7 +20,7 @@ from vllm.model_executor.layers.residual import split_ops  # noqa: F401  (has tw
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.inductor_guard import (
     CONDITIONS,
-    ask_before_calls,
+    guard_calls,
 )
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
@@ -63,7 +63,7 @@ def compiled(tap: ResidualTap) -> Callable[..., Any]:
 
 
 def test_each_call_stands_behind_its_condition(tap: ResidualTap) -> None:
-    ask_before_calls()
+    guard_calls()
     with torch.no_grad():
         _, (code,) = run_and_get_code(compiled(tap), torch.randn(TOKENS, WIDTH))
     found = set(re.findall(r"^ *Launch.+", code, re.MULTILINE))
@@ -81,7 +81,7 @@ def test_each_call_stands_behind_its_condition(tap: ResidualTap) -> None:
 
 def test_an_op_is_called_where_it_launches_and_else_not(tap: ResidualTap) -> None:
     """An op that is called with a tensor of no engine reports it."""
-    ask_before_calls()
+    guard_calls()
     assert tap.table is not None and tap.slots is not None and tap.staging is not None
     run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_an_op_is_called_where_it_launches_and_else_not(tap: ResidualTap) -> Non
 def test_until_the_first_step_every_op_looks_at_what_it_is_given(
     tap: ResidualTap,
 ) -> None:
-    ask_before_calls()
+    guard_calls()
     run, hidden = compiled(tap), torch.randn(TOKENS, WIDTH)
     graphs = GraphFamilies([frozenset(), STRANGE], may_record=False)
     with torch.no_grad():

@@ -344,7 +344,7 @@ class TestAConsumerThatDoesNotComeBack:
         traffic.end("a")
         result = traffic.answers["a"].next()
         assert result.status == "error"
-        assert "does not come back" in str(result.error)
+        assert "has not returned from a call" in str(result.error)
         assert lane.counters().failed_rows == 5
         sink.open.set()
         lane.close(WAIT)

@@ -66,9 +66,9 @@ def test_each_row_is_copied_to_its_place(
         assert torch.equal(copy.target, wanted)
 
 
-def test_rows_that_would_lie_over_others_are_refused() -> None:
+def test_rows_that_would_overlap_are_refused() -> None:
     library: Any = native.library()
-    with pytest.raises(ValueError, match="lie over"):
+    with pytest.raises(ValueError, match="would overlap"):
         library.gather_rows([(0, 4, 0, 0, 0, 2, 2)], 3, 1)
 
 

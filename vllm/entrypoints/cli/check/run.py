@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running `vllm check`: the engine's rows, the library's, and the verdict."""
+"""Runs `vllm check`: compares an engine's rows with those of Transformers."""
 
 import argparse
 import gc
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 PROMPT = "The house stood at the end of the road, and nobody had lived there for years."
 BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""By the engine's dtype: how far a layer's rows may be from the library's in float32,
-as a share of the length of all its rows."""
+"""By the engine's dtype, the largest allowed difference between a layer's rows and the
+library's in float32, relative to the norm of all its rows."""
 
 ENTERING, LEAVING = "pre_attn", "post_block"
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What the engine gave for one prompt."""
+    """The engine's output for one prompt."""
 
     token_ids: list[int]
-    """Of the prompt and of what was generated, without the last token."""
+    """Of prompt and output, without the last token."""
     rows: dict[tuple[int, str], torch.Tensor]
     """`(layer, hook)` -> `[tokens, hidden_size]`."""
     num_layers: int
@@ -35,7 +35,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far the rows of one layer are from the library's."""
+    """The difference between the rows of a layer and the library's."""
 
     layer: int
     hook: str
@@ -66,7 +66,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare; the status to exit with."""
+    """Compare, and return the exit status."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm.engine.arg_utils import EngineArgs
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _captured(engine_args: Any, args: argparse.Namespace) -> Captured:
-    """What an engine gives that is gone afterwards: the library needs its room."""
+    """Capture with an engine that is then released: the library needs its memory."""
     from vllm import LLM
 
     llm = LLM.from_engine_args(engine_args)
@@ -98,7 +98,7 @@ def _captured(engine_args: Any, args: argparse.Namespace) -> Captured:
 
 
 def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
-    """All rows of a prompt and of what follows it, from an engine with `inline`."""
+    """All rows of a prompt and its continuation, from an engine with `inline`."""
     from vllm import SamplingParams
 
     model = llm.llm_engine.vllm_config.model_config
@@ -121,7 +121,7 @@ def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
 
 
 def library_states(engine_args: Any, token_ids: list[int]) -> list[torch.Tensor]:
-    """Transformers' hidden states in float32: what enters layers 0, 1, ..."""
+    """Transformers' hidden states in float32: the inputs of layers 0, 1, ..."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -139,11 +139,11 @@ def library_states(engine_args: Any, token_ids: list[int]) -> list[torch.Tensor]
 def compare(captured: Captured, states: list[torch.Tensor]) -> list[Difference]:
     """The difference at each hook point that the library has.
 
-    Its last state is taken after the final norm, so what leaves the last layer is not
-    among them.
+    Its last state is taken after the final norm, so the output of the last layer is not
+    compared.
 
     Raises:
-        ValueError: the two have another number of layers.
+        ValueError: the numbers of layers differ.
 
     """
     if len(states) != captured.num_layers + 1:
@@ -167,12 +167,12 @@ def compare(captured: Captured, states: list[torch.Tensor]) -> list[Difference]:
 def verdict(
     differences: list[Difference], captured: Captured, tolerance: float | None
 ) -> int:
-    """Print each difference and what they say together; the status to exit with."""
+    """Print each difference and the verdict; returns the exit status."""
     bound = BOUNDS[captured.dtype] if tolerance is None else tolerance
     print(f"{'layer':>5}  {'hook':<10}  {'relative':>9}  {'largest':>9}")
     for one in differences:
         print(f"{one.layer:5}  {one.hook:<10}  {one.relative:9.2e}  {one.largest:9.2e}")
-    # A comparison that is not a number is no agreement.
+    # NaN counts as a difference.
     bad = [one for one in differences if not one.relative <= bound]
     name = str(captured.dtype).removeprefix("torch.")
     if bad or not differences:

@@ -16,7 +16,7 @@ OPTIONS = {
 def refuse_grpc(args: Namespace) -> None:
     """Reject options whose request fields a gRPC server would ignore.
 
-    Protocol buffers drop unknown fields without a word, and the messages of upstream's
+    Protocol buffers silently drop unknown fields, and the messages of upstream's
     gRPC server have none for capture, steering or readouts.
 
     Raises:

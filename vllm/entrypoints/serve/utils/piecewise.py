@@ -105,7 +105,7 @@ def _moved(error: Any, name: str, start: int) -> Any:
 
 
 def _check_contents(messages: Any) -> list[Any]:
-    """Bound the parts of messages, and reject what is no part at all."""
+    """Bound the number of messages' parts, and reject values that are not parts."""
     total = 0
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None

@@ -61,7 +61,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"
 
 
-def ask_before_calls() -> None:
+def guard_calls() -> None:
     """Register the guarded form of each op with Inductor for later compilations."""
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import (

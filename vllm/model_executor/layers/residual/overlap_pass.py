@@ -73,11 +73,11 @@ def begin_additions_early(graph: fx.Graph, device_type: str = "cuda") -> int:
         places = [(one.early, computed, None)]
         if one.late is not None:
             places = [(one.early, computed, False), (one.late, one.late, True)]
-        for place, behind, late in places:
+        for place, after, late in places:
             with graph.inserting_after(place):
                 node = graph.call_function(
                     torch.ops.vllm.steer_rows_ahead,
-                    (target, tables, rows, slots, behind, late),
+                    (target, tables, rows, slots, after, late),
                 )
             node.meta.update(one.steers[0].meta)
     return len(found)
@@ -92,20 +92,20 @@ def _find(nodes: Sequence[fx.Node], device_type: str) -> Iterator[Additions]:
         memory = _memory(node.args[0])
         if len(memory) != 1 or not _is_on(node.args[0], device_type):
             continue
-        behind, captures_behind = _steers_behind(nodes[place:], memory)
-        known.update(behind)
+        later, later_captures = _additions_after(nodes[place:], memory)
+        known.update(later)
         between, captures = _unused_before(nodes[:place], memory)
         early = _place_for(between)
         if early is None:
             continue
-        steers, captures = behind, [*captures, *captures_behind]
+        steers, captures = later, [*captures, *later_captures]
         read = [*steers, *captures]
         if all(_is_known_at(one, order[early], order) for one in read):
             late = _late_place_for(between[between.index(early) + 1 :])
             yield Additions(steers, captures, early, late)
 
 
-def _steers_behind(
+def _additions_after(
     nodes: Sequence[fx.Node], memory: set[int]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """Additions to `memory` up to its next use, and the captures between them."""

@@ -218,7 +218,7 @@ def steer_rows_ahead(
     tables: list[torch.Tensor],
     rows: list[torch.Tensor],
     captured: list[torch.Tensor],
-    behind: torch.Tensor | None,
+    after: torch.Tensor | None,
     late: bool | None,
 ) -> None:
     """Start the additions of later `steer_rows` calls, concurrently with other kernels.
@@ -233,7 +233,7 @@ def steer_rows_ahead(
         tables: `[V, H]` each, in the order of the calls.
         rows: `[>= T]` int32 each.
         captured: the slots of the captures that read `target` in between.
-        behind: a tensor that must be computed before the additions start; not read.
+        after: a tensor that must be computed before the additions start; not read.
         late: whether this is the later of two places where the additions may start;
             None if it is the only one.
 
@@ -294,7 +294,7 @@ def _steer_rows_ahead_fake(
     tables: list[torch.Tensor],
     rows: list[torch.Tensor],
     captured: list[torch.Tensor],
-    behind: torch.Tensor | None,
+    after: torch.Tensor | None,
     late: bool | None,
 ) -> None:
     return None

@@ -158,7 +158,7 @@ def check_byte_limits(consumer: str, raw: dict[str, Any], known: Sequence[str]) 
 
 
 def most_bytes(spec: CaptureSpec, ctx: CaptureContext, where: str) -> tuple[int, str]:
-    """The most bytes that the rows of a request can take, and of what they are made."""
+    """The maximum size of a request's rows in bytes, and how it is made up, as text."""
     rows = count_rows(resolve_positions(spec.positions, ctx, where), ctx, where)
     taps = sum(len(layers) for layers in spec.hooks.values())
     row_bytes = ctx.hidden_size * ctx.element_size_bytes

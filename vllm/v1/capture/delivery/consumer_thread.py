@@ -222,10 +222,10 @@ class SinkLane:
 
     def _lose(self, packet: Packet | SpilledPacket) -> None:
         for key in packet.keys:
-            self._failures.setdefault(key, "the consumer does not come back")
+            self._failures.setdefault(key, "the consumer has not returned from a call")
 
     def _give_up(
-        self, ending: Ending, why: str = "the consumer does not come back"
+        self, ending: Ending, why: str = "the consumer has not returned from a call"
     ) -> None:
         """Send an error result for a stalled sink, which still gets the finalizes."""
         if ending in self._answered:

@@ -48,8 +48,8 @@ class DroppedRows:
             return finalizes
         rows = sum(len(final.sidecar["positions"]) for final in finalizes)
         note = (
-            f"{sum(counted)} of {rows} rows were dropped, as the consumer was behind "
-            "(--capture-overload-policy drop)"
+            f"{sum(counted)} of {rows} rows were dropped because the consumer was too "
+            "slow (--capture-overload-policy drop)"
         )
         return tuple(
             replace(final, sidecar=_without(final.sidecar, dropped[final.key], note))

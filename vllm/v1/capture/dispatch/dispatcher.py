@@ -134,7 +134,7 @@ class Dispatcher:
             work()
         except Exception:
             # Rows are missing now. Each request detects its missing rows at its end.
-            logger.exception("Captured rows could not be handed on")
+            logger.exception("Captured rows could not be distributed to their requests")
 
     def _arrive(
         self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
@@ -181,7 +181,7 @@ class Dispatcher:
         try:
             self._hand_on_to([end.request_id for end in ends])
         except Exception:  # The requests still end, and report missing rows.
-            logger.exception("Captured rows could not be handed on")
+            logger.exception("Captured rows could not be distributed to their requests")
         last = LastRows()
         for end in ends:
             request = self._requests.pop(end.request_id, None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget of a process's host memory for captured rows, accounted by purpose.
 
-Who is short of memory asks all that have lent some to reclaim what was released.
+When memory runs short, all objects that have lent memory reclaim what was released.
 """
 
 import threading

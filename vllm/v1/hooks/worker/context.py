@@ -32,7 +32,7 @@ class HookContext:
     """The loaded model, or this process's part of it."""
     get_parameter: Callable[[str], torch.Tensor]
     """Returns a whole parameter of the model by name, gathered over tensor-parallel
-    ranks. A parameter of another pipeline stage must have been prefetched.
+    ranks.
 
     A parameter of another pipeline stage must have been prefetched.
     """

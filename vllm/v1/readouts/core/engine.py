@@ -27,7 +27,7 @@ def load_module(
         fingerprint: of an SAE's weights.
 
     Raises:
-        ReadoutValidationError: it would replace an SAE that somebody steers by.
+        ReadoutValidationError: it would replace an SAE that steering uses.
 
     """
     from vllm.v1.worker import residual_rpc
@@ -48,7 +48,7 @@ def unload_module(core: "EngineCore", name: str) -> None:
     """Unload a module on all ranks.
 
     Raises:
-        ReadoutValidationError: it is an SAE that somebody steers by.
+        ReadoutValidationError: it is an SAE that steering uses.
 
     """
     from vllm.v1.worker import residual_rpc
@@ -85,7 +85,7 @@ def decoded_rows(core: "EngineCore", rows: bytes, count: int) -> dict[str, Any]:
     """Logits `[count, vocabulary]` of rows that were sent as float32.
 
     Raises:
-        ValueError: readouts are off, or the model has no head that can be asked.
+        ValueError: readouts are off, or the model has no head that supports this.
 
     """
     from vllm.v1.worker import residual_rpc

@@ -120,7 +120,7 @@ async def async_get(self: "AsyncLLM") -> dict[str, Any]:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """A refusal by the engine core, of which another process gets the text only."""
+    """Convert a refusal by the engine core, whose text alone crosses processes."""
     try:
         yield
     except Exception as error:

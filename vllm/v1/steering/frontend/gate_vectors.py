@@ -19,7 +19,7 @@ MAX_CONVERSATIONS = 1024
 
 
 class GateVectors:
-    """Named vectors for gates, apart by kind; safe to use from any thread."""
+    """Named vectors for gates, by kind; thread-safe."""
 
     def __init__(self, model: SteeredModel) -> None:
         self._model = model

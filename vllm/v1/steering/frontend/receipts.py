@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def receipt_for(request: "EngineCoreRequest", num_prompt: int) -> Receipt | None:
-    """What sums up the doses of a request; None if it asked for no receipt."""
+    """The object that sums up a request's doses; None if it requested no receipt."""
     params = request.sampling_params
     tiers = None if params is None else params._steering
     return Receipt(num_prompt) if tiers is not None and tiers.receipt else None

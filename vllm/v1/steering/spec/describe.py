@@ -40,18 +40,18 @@ def describe_applied(parsed: Mapping[str, Parsed]) -> list[dict[str, Any]]:
 
 def _entry(entry: Entry) -> dict[str, Any]:
     layer, hook = entry.tap
-    manner = entry.manner
+    use = entry.use
     return {
         "hook": hook,
         "layer": layer,
-        "op": manner.op,
+        "op": use.op,
         "norm": _norm(entry.vector),
         "scale": entry.scale,
-        "min": manner.low,
-        "max": manner.high,
-        "norm_match": manner.norm_match,
-        "positions": describe_positions(manner.positions),
-        **_more(manner.when, manner.feature),
+        "min": use.low,
+        "max": use.high,
+        "norm_match": use.norm_match,
+        "positions": describe_positions(use.positions),
+        **_more(use.when, use.feature),
     }
 
 

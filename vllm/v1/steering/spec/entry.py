@@ -126,7 +126,7 @@ class VectorUse:
 PLAIN = VectorUse()
 
 
-def parse_manner(entry: Mapping[str, Any], at: str) -> VectorUse:
+def parse_use(entry: Mapping[str, Any], at: str) -> VectorUse:
     """Parse the operation and parameters of `{"vector", "scale"?, "op"?, "min"?, ...}`.
 
     Raises:

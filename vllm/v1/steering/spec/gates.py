@@ -16,7 +16,7 @@ from vllm.v1.steering.spec.parse import unpacked
 
 FIELD = "steering"
 MAX_GATES = 16
-"""Of a request."""
+"""Maximum number of gates of a request."""
 SCOPES = ("this_token", "next_step", "rest_of_request", "rest_of_conversation")
 
 Layers = Mapping[str, Mapping[Any, Any]]

@@ -19,7 +19,7 @@ from vllm.v1.steering.spec.entry import (
     ALL_GENERATED,
     VectorUse,
     finite,
-    parse_manner,
+    parse_use,
 )
 from vllm.v1.steering.spec.feature import parse_feature
 from vllm.v1.steering.spec.matrix import joined_rows, row_positions, without_zeros
@@ -84,7 +84,7 @@ class Entry:
     vector: Vector
     """The unscaled vector; of a matrix, its first row."""
     scale: float
-    manner: VectorUse
+    use: VectorUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,31 +232,31 @@ def _take(
     parsed: Parsed, tap: Tap, entry: Mapping[str, Any], model: SteeredModel, at: str
 ) -> None:
     """Add one entry to a parsed tier."""
-    manner = parse_manner(entry, at)
+    use = parse_use(entry, at)
     if entry.get("when") is not None:
         condition = parse_when(entry["when"], tap, model, f"{at}.when")
-        manner = replace(manner, when=condition)
-    if manner.op == "feature":
-        manner = replace(manner, feature=parse_feature(entry, tap, model, at))
-        parsed.entries.append(Entry(tap, NO_VECTOR.main, 1.0, manner))
-        parsed.operations.append(manner.operation(tap, NO_VECTOR, 1.0, at))
+        use = replace(use, when=condition)
+    if use.op == "feature":
+        use = replace(use, feature=parse_feature(entry, tap, model, at))
+        parsed.entries.append(Entry(tap, NO_VECTOR.main, 1.0, use))
+        parsed.operations.append(use.operation(tap, NO_VECTOR, 1.0, at))
         return
     scale = entry.get("scale", 1.0)
-    tensors = parse_tensors(entry, manner.op, model.hidden_size, model.dtype, at)
+    tensors = parse_tensors(entry, use.op, model.hidden_size, model.dtype, at)
     scaled = _scaled(tensors.main, scale, model, at)
     first = tensors.main.reshape(-1, model.hidden_size)[0]
-    parsed.entries.append(Entry(tap, first, float(scale), manner))
-    if manner.is_plain and "vectors" not in entry:
+    parsed.entries.append(Entry(tap, first, float(scale), use))
+    if use.is_plain and "vectors" not in entry:
         before = parsed.vectors.get(tap)
         if before is not None:
             scaled = check_finite(before + scaled, model.dtype, at)
         parsed.vectors[tap] = scaled
         return
     if "vectors" in entry:
-        _take_rows(parsed, tap, entry, manner, tensors, at)
+        _take_rows(parsed, tap, entry, use, tensors, at)
         return
-    operation = manner.operation(tap, tensors, float(scale), at)
-    if manner.op != "add" or scaled.any():  # Adding zeros is not steering.
+    operation = use.operation(tap, tensors, float(scale), at)
+    if use.op != "add" or scaled.any():  # Adding zeros is not steering.
         parsed.operations.append(operation)
 
 
@@ -264,7 +264,7 @@ def _take_rows(
     parsed: Parsed,
     tap: Tap,
     entry: Mapping[str, Any],
-    manner: VectorUse,
+    use: VectorUse,
     tensors: Tensors,
     at: str,
 ) -> None:
@@ -272,10 +272,10 @@ def _take_rows(
     scale = float(entry.get("scale", 1.0))
     positions = entry.get("positions")
     for spans, order in row_positions(positions, len(tensors.main), f"{at}.positions"):
-        rows = replace(manner, positions=spans, num_rows=len(order))
+        rows = replace(use, positions=spans, num_rows=len(order))
         ordered = tensors._replace(main=tensors.main[order])
         operation = rows.operation(tap, ordered, scale, at)
-        if manner.op != "add" or (scale and ordered.main.any()):
+        if use.op != "add" or (scale and ordered.main.any()):
             parsed.operations.append(without_zeros(operation))
 
 

@@ -44,7 +44,7 @@ from vllm.v1.steering.worker.programs import Programs, place
 from vllm.v1.steering.worker.stages import Reader, crossing_of
 
 if TYPE_CHECKING:
-    from vllm.v1.steering.worker.moving import Template
+    from vllm.v1.steering.worker.matrix_programs import Template
 
 LAST = ("feature", "clamp")
 """Operations that come after all others, in this order."""
@@ -274,7 +274,7 @@ class Phase:
     def at_positions(self, active: frozenset[int]) -> Programs:
         """The programs of tokens on which these operations with positions act.
 
-        Operations with one row per position are handled in `moving.py`.
+        Operations with one row per position are handled in `matrix_programs.py`.
         """
         if active not in self._special:
             self._special[active] = self.fixed | self._placed(

@@ -36,8 +36,12 @@ from vllm.v1.steering.worker.doses import Route, StepDoses
 from vllm.v1.steering.worker.dynamic import DynamicSteering
 from vllm.v1.steering.worker.features import SAEs
 from vllm.v1.steering.worker.fired import FiredCounts
-from vllm.v1.steering.worker.held import HeldGates
-from vllm.v1.steering.worker.moving import Stretch, place_stretches, stretches_of
+from vllm.v1.steering.worker.held_gates import HeldGates
+from vllm.v1.steering.worker.matrix_programs import (
+    Stretch,
+    place_stretches,
+    stretches_of,
+)
 from vllm.v1.steering.worker.phase import special_rows
 from vllm.v1.steering.worker.programs import Programs
 from vllm.v1.steering.worker.stages import StageGates

@@ -10,7 +10,7 @@ EDITS = [
     ),
     add_import(
         "from vllm.v1.capture.consumers.memory import api as kept_rows_api",
-        why="What the methods below do.",
+        why="Implements the methods below.",
     ),
     add_import(
         "from vllm.v1.hooks.frontend import api as hooks_api",

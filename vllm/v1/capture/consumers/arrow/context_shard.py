@@ -85,7 +85,7 @@ class ContextShard(ArrowShard):
         self._added: list[_Added] = []
         """The requests that have no result yet."""
         self._gives_up: int | None = None
-        """If `_num_rows` is this, sealing gives up the rows left over."""
+        """If `_num_rows` is this, sealing discards the remaining rows."""
         super().__init__(params, workspace, self._folder, "contexts", "arrow")
         self._writer = self._open_writer()
 
@@ -147,12 +147,12 @@ class ContextShard(ArrowShard):
             self._writer.write_batch(contexts_of(values, ids, self._size))
 
     def is_due(self, now: float, closing: bool, running: bool) -> bool:
-        """Whether to call `seal`, and whether that gives up the rows left over.
+        """Whether to call `seal`, and whether that discards the remaining rows.
 
         They wait while requests run or have just been added, but not so long that
         their requests fail with a timeout.
         """
-        num_rows = self._num_rows  # Rows that are added after this are not given up.
+        num_rows = self._num_rows  # Rows that are added after this are not discarded.
         is_idle = now - self._last > shards.IDLE_SECONDS
         ended = [one.request.ended_at or now for one in list(self._added)]
         is_old = now - min(ended, default=now) > self._params.timeout_seconds / 2

@@ -23,11 +23,12 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 class MemoryConsumer(CaptureConsumer):
     """Keeps rows in the process of the `LLM` or API server until they are dropped.
 
-    A request says `{"hooks": ..., "positions": ..., "name": "train"?}`. Requests of one
-    name are kept together; without a name, a request is kept under its own id. Rows
-    are read with `LLM.captured`, `AsyncLLM.captured` or `GET /v1/capture/memory/NAME`
-    as often as they are wanted, and dropped with `LLM.drop_captured` or `DELETE`. A
-    request that can have more rows than fit is refused.
+    A request's spec is `{"hooks": ..., "positions": ..., "name": "train"?}`. Requests
+    with the same name are kept together; without a name, a request is kept under its
+    own id. Rows are read with `LLM.captured`, `AsyncLLM.captured` or
+    `GET /v1/capture/memory/NAME` any number of times, and dropped with
+    `LLM.drop_captured` or `DELETE`. A request that can have more rows than fit is
+    refused.
     """
 
     location: Literal["worker", "driver"] = "driver"
@@ -90,5 +91,5 @@ class MemoryConsumer(CaptureConsumer):
 
 
 def path_safe(request_id: str) -> str:
-    """A request id as a name: what cannot stand in one is `_`."""
+    """A request id as a name; characters that a name cannot contain become `_`."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", request_id)[:128] or "_"

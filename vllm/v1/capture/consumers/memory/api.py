@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods of `LLM` and `AsyncLLM` for the rows that are kept."""
+"""Methods of `LLM` and `AsyncLLM` for the rows of the consumer `memory`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def captured(
     self: "LLM", name: str | None = None, *, instance: str | None = None
 ) -> Any:
-    """Rows that the consumer `memory` keeps.
+    """Read rows that the consumer `memory` keeps.
 
     Args:
         self: the engine.
-        name: what the requests called their rows; without it, what there is.
-        instance: which consumer, where several keep rows.
+        name: the name in the requests' specs; None for an overview.
+        instance: name of the consumer instance; needed if several keep rows.
 
     Returns:
         With a name, a list with one `KeptRequest` for each sample of each request:
@@ -39,10 +39,10 @@ def captured(
 def drop_captured(
     self: "LLM", name: str, *, instance: str | None = None
 ) -> dict[str, Any]:
-    """Forget the rows of a name; tensors that were read stay whole.
+    """Drop the rows of a name; tensors that were read remain valid.
 
     Returns:
-        How much was held: `requests`, `rows`, `bytes`.
+        The number of `requests`, `rows` and `bytes` that were dropped.
 
     Raises:
         CaptureValidationError: there is no such name or consumer.
@@ -68,7 +68,7 @@ async def async_drop_captured(
 def read(
     capture: "NoCapture", name: str | None, instance: str | None = None
 ) -> dict[str, Any] | list[KeptRequest]:
-    """What a name holds, or without one what there is."""
+    """The rows of a name, or an overview without one."""
     store = store_of(capture, instance)
     if name is None:
         return store.describe()
@@ -81,7 +81,7 @@ def read(
 def drop(
     capture: "NoCapture", name: str, instance: str | None = None
 ) -> dict[str, Any]:
-    """Forget a name."""
+    """Drop the rows of a name."""
     store = store_of(capture, instance)
     try:
         return store.drop(name)
@@ -90,7 +90,7 @@ def drop(
 
 
 def store_of(capture: "NoCapture", instance: str | None = None) -> RowStore:
-    """The rows of the consumer `memory`.
+    """The store of a consumer `memory`.
 
     Raises:
         CaptureValidationError: there is none, or there are several and `instance`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows by name, bounded."""
+"""A bounded store of rows by name."""
 
 import threading
 from bisect import bisect_left
@@ -19,7 +19,7 @@ class KeptRequest:
     """The rows of one sample of a request."""
 
     request_id: str
-    """As the client knows it."""
+    """The client's id of the request."""
     sample_index: int
     num_prompt_tokens: int
     rows: RowsByTap = field(default_factory=RowsByTap)
@@ -27,13 +27,13 @@ class KeptRequest:
 
 @dataclass(slots=True)
 class KeptName:
-    """The requests of one name, by the id that the engine gave each sample."""
+    """The requests of one name, by the engine's id of each sample."""
 
     requests: dict[str, KeptRequest] = field(default_factory=dict)
     num_bytes: int = 0
 
     def describe(self) -> dict[str, Any]:
-        """How much there is, as plain data."""
+        """Counts and sizes, as plain data."""
         taps = [tap for one in self.requests.values() for tap in one.rows.values()]
         return {
             "requests": len(self.requests),
@@ -43,7 +43,7 @@ class KeptName:
 
 
 class RowStore:
-    """Rows by name, bounded; safe to use from several threads."""
+    """Rows by name, up to a maximum size; thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         """Hold at most `max_bytes` bytes of rows."""
@@ -54,7 +54,7 @@ class RowStore:
 
     @property
     def free_bytes(self) -> int:
-        """How many bytes of rows still fit."""
+        """Bytes of rows that still fit."""
         return self.max_bytes - self._held
 
     def put(
@@ -63,13 +63,13 @@ class RowStore:
         """Add the rows of one key.
 
         Args:
-            name: to find them by.
+            name: under which they are found.
             key: `(request id, layer, hook)`.
             rows: `[rows, hidden_size]` on the CPU; they are kept, not copied.
             sidecar: of the key.
 
         Raises:
-            RuntimeError: they do not fit; nothing was kept of them.
+            RuntimeError: they do not fit; none of them was stored.
 
         """
         with self._lock:
@@ -101,20 +101,20 @@ class RowStore:
         """The requests of a name, in the order in which they were captured.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: the name is unknown.
 
         """
         with self._lock:
             return list(self._names[name].requests.values())
 
     def drop(self, name: str) -> dict[str, Any]:
-        """Forget a name; rows that a reader still has stay whole.
+        """Drop a name; rows that a reader still has remain valid.
 
         Returns:
-            How much it held.
+            Counts and sizes of what was dropped.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: the name is unknown.
 
         """
         with self._lock:
@@ -123,7 +123,7 @@ class RowStore:
             return kept.describe()
 
     def describe(self) -> dict[str, Any]:
-        """What is held, as plain data."""
+        """Names, counts and sizes, as plain data."""
         with self._lock:
             return {
                 "max_bytes": self.max_bytes,
@@ -143,8 +143,8 @@ def selected(
 
     Args:
         rows: of a request.
-        layers: which; all without it.
-        hook: which hook point; all without it.
+        layers: 0-based layers; None for all.
+        hook: a hook point; None for all.
         start: the first token position.
         stop: the position after the last one.
 

@@ -21,7 +21,7 @@ from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Deciding, Gate
-from vllm.v1.steering.worker.held import FIRST_ROOM, HeldGates
+from vllm.v1.steering.worker.held_gates import FIRST_ROOM, HeldGates
 
 PROMPT, REST, MEAN, SPREADS = 3, 9, 10, 11
 """Columns of a condition of the engine and of three of a request."""

@@ -29,7 +29,7 @@ from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.v1.steering.operations import Operation, operation
 from vllm.v1.steering.spec.matrix import row_positions
 from vllm.v1.steering.worker.bank import Bank
-from vllm.v1.steering.worker.moving import Stretch, Template
+from vllm.v1.steering.worker.matrix_programs import Stretch, Template
 from vllm.v1.steering.worker.phase import Phase
 
 
