@@ -79,8 +79,10 @@ class Document:
         if self._handout is None:
             return
         self.parts = [part for part in self.parts if part.transport != "shm"]
-        # Also if this server gets no other request.
-        asyncio.get_running_loop().call_later(KEPT_SECONDS + 1, HANDOUTS.expire)
+        # Also if this server gets no other request. The kernel frees the memory on the
+        # thread that closes a file.
+        loop = asyncio.get_running_loop()
+        loop.call_later(KEPT_SECONDS + 1, _threads.submit, HANDOUTS.expire)
 
     def tell(self, reference: Reference) -> Mapping[str, Any]:
         """The whole response as JSON-serialisable data.
@@ -92,9 +94,8 @@ class Document:
         handout = self._handout
 
         def refer(part: Part) -> dict[str, Any]:
-            if handout is not None and part.name in handout.offsets:
-                return handout.refer(part)
-            return reference(part)
+            shared = None if handout is None else handout.refer(part)
+            return reference(part) if shared is None else shared
 
         def show(name: str, payload: RowsByTap) -> list[dict[str, Any]]:
             return [described(part, refer) for part in parts_of_payload(name, payload)]
