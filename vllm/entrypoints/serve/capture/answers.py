@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
 
+from vllm.entrypoints.serve.capture.sending import RowsResponse
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
 from vllm.v1.capture.frontend.unsent import current_response
@@ -112,7 +112,7 @@ def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:
 
 async def answer(
     response: Any, request: Request, headers: Mapping[str, str] | None
-) -> StreamingResponse:
+) -> RowsResponse:
     """The HTTP response to a request whose results carry rows."""
     document = Document(response)
     await document.hand_out()
@@ -120,7 +120,7 @@ async def answer(
     body = await _on_thread(partial(FORMS[form], document.tell, document.parts))
     sized = {} if body.size is None else {"Content-Length": str(body.size)}
     pieces = ready(body.pieces) if body.is_ready else made_on_threads(body.pieces)
-    return StreamingResponse(
+    return RowsResponse(
         pieces,
         media_type=body.media_type,
         headers={**(headers or {}), **sized},
