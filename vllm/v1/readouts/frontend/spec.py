@@ -388,7 +388,14 @@ def _code(spec: Spec) -> bytes:
         )
     import cloudpickle
 
-    pickled: bytes = cloudpickle.dumps(function)
+    try:
+        pickled: bytes = cloudpickle.dumps(function)
+    except Exception as error:  # Whatever the objects that it refers to raise.
+        raise spec.fail(
+            "fn",
+            f"cannot be sent to the worker: {error}; it is pickled with all that it "
+            "refers to, so leave out locks, files and engines",
+        ) from None
     return pickled
 
 
