@@ -165,5 +165,5 @@ def activated(values: torch.Tensor, module: ProbeModule) -> torch.Tensor:
         return values.softmax(dim=-1)
     if module.activation == "jumprelu":
         assert module.threshold is not None
-        return values.relu() * (values > module.threshold)
+        return torch.where(values > module.threshold, values, 0.0)
     return values
