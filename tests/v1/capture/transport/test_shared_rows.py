@@ -278,5 +278,21 @@ def test_nobody_listening_means_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.sent_bytes == 100 * WIDTH * 4
 
 
+def test_why_is_logged_with_the_first_rows_and_not_for_counters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At its end, a worker may send its last counters to a front end that is gone."""
+    said: list[str] = []
+    monkeypatch.setattr(lender.logger, "warning", lambda text, *_: said.append(text))
+    alone = lender.Lender("ipc:///nobody")
+    alone.new_message()
+    alone.collect()
+    assert alone(torch.zeros(8)) is None and not said
+    for _ in range(2):
+        assert alone(torch.zeros(lender.LEAST_LENT)) is None
+    assert len(said) == 1 and "copied to the front end" in said[0]
+    assert alone.sent_bytes == 32 + 2 * 4 * lender.LEAST_LENT
+
+
 def test_nothing_is_left_in_shared_memory_folders() -> None:
     assert not [name for name in os.listdir("/dev/shm") if "vllm-capture" in name]
