@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
-import numpy as np
 from clearbox_client.direct import WHOLE
+from clearbox_client.memory import MEMORY
 
 SAFETENSORS = "application/safetensors"
 ARROW = "application/vnd.apache.arrow.stream"
@@ -70,17 +70,14 @@ async def read_async(response: httpx.Response) -> Content:
 
 
 def _array_for(response: httpx.Response) -> memoryview | None:
-    """Memory for a binary body; None if its size is not known, or it is read already.
-
-    NumPy asks the kernel for huge pages, so that new memory costs a tenth.
-    """
+    """Memory for a binary body; None if its size is unknown, or it is read already."""
     headers = response.headers
     size = headers.get("content-length")
     if size is None or "content-encoding" in headers or response.is_stream_consumed:
         return None
     if kind_of(response) not in BINARY:
         return None
-    return memoryview(np.empty(int(size), np.uint8))
+    return MEMORY.take(int(size))
 
 
 def document_in(content: Content, kind: str) -> Any:

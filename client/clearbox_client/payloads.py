@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from clearbox_client.errors import InputError
+from clearbox_client.memory import MEMORY
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -54,7 +55,7 @@ def widened(stored: Array, dtype: str) -> Array:
     """
     if dtype != "bfloat16":
         return stored
-    bits = np.empty(stored.shape, "<u4")
+    bits = np.frombuffer(MEMORY.take(4 * stored.size), "<u4").reshape(stored.shape)
     np.left_shift(stored, 16, out=bits, dtype=bits.dtype)
     return bits.view("<f4")
 

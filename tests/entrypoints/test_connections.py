@@ -264,11 +264,12 @@ def test_encrypted_connections_are_left_to_the_event_loop() -> None:
 
 
 def test_only_a_server_that_captures_has_such_connections() -> None:
-    for captures in (None, ["inline"]):
+    captures = SimpleNamespace(args=SimpleNamespace(capture_consumers=["inline"]))
+    does_not = SimpleNamespace(args=SimpleNamespace(capture_consumers=None))
+    for state in (captures, does_not, SimpleNamespace()):
         config = uvicorn.Config(lambda: None)
-        state = SimpleNamespace(args=SimpleNamespace(capture_consumers=captures))
         send_on_threads(config, SimpleNamespace(state=state))  # type: ignore[arg-type]
-        assert (config.http is Protocol) == bool(captures)
+        assert (config.http is Protocol) == (state is captures)
 
 
 def test_a_process_without_descriptors_sends_on_the_event_loop(

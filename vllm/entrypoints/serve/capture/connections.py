@@ -32,7 +32,8 @@ STATE = "capture_connection"
 
 def send_on_threads(config: Config, app: FastAPI) -> None:
     """Let a server that captures use these connections."""
-    if config.http == "auto" and captures_or_steers(app.state.args):
+    args = getattr(app.state, "args", None)
+    if config.http == "auto" and args is not None and captures_or_steers(args):
         config.http = Protocol
 
 
