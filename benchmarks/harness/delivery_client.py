@@ -6,7 +6,7 @@ import base64
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,19 +28,32 @@ STEADY_TOKENS = 512
 """Tokens of the request that streams during the other ones."""
 
 
-async def measure(url: str, rounds: int) -> AsyncIterator[tuple[str, list[float]]]:
-    """Yield names and lists of seconds; the caller computes medians."""
+async def measure(
+    url: str, rounds: int, names: Sequence[str] = ()
+) -> AsyncIterator[tuple[str, list[float]]]:
+    """Yield names and lists of seconds; the caller computes medians.
+
+    Args:
+        url: of the server.
+        rounds: how often each form is measured.
+        names: of the forms to measure; all if empty.
+
+    """
+
+    def chosen(*forms: Form) -> list[Form]:
+        return [form for form in forms if not names or form.name in names]
+
     with (
         Client(url, model="m") as client,
         httpx.Client(base_url=url, timeout=600, transport=DirectTransport()) as plain,
         ThreadPoolExecutor(MANY) as threads,
     ):
         ways = Ways(client, plain)
-        for form in (*FORMS, *JSON_FORMS):
+        for form in chosen(*FORMS, *JSON_FORMS):
             ask = partial(fetch, ways, PROMPT_TOKENS, 1, form)
             ask()
             yield f"one, {form.name}", [ask() for _ in range(rounds)]
-        for form in (NOT_CAPTURED, *FORMS):
+        for form in (NOT_CAPTURED, *chosen(*FORMS)):
             walls, gaps, healths = [], [], []
             for number in range(-1, rounds):
                 others = asyncio.ensure_future(others_feel(url))
