@@ -12,7 +12,7 @@ from vllm.v1.steering.positions import (
     most_at_once,
     selected,
     spans_of,
-    told,
+    describe_positions,
 )
 from vllm.v1.steering.spec.entry import parse_positions
 
@@ -29,7 +29,7 @@ def test_spans_select_what_a_list_selects(
     expected = sorted(p for p in absolute if start <= p < start + n)
     assert selected(spans, prompt, start, start + n) == expected
     assert last_of(spans, prompt) == max(absolute)
-    assert told(spans) == sorted(set(positions))
+    assert describe_positions(spans) == sorted(set(positions))
 
 
 @given(positions=lists, prompt=prompts, start=st.integers(0, 15), n=st.integers(0, 9))
@@ -50,8 +50,8 @@ def test_a_position_outside_is_found_where_there_is_one(
 def test_the_last_of_a_prompt_cost_nothing_however_many() -> None:
     spans = ((-(2**30), 0),)
     assert selected(spans, 2**31, 2**31 - 3, 2**31 + 5) == [*range(2**31 - 3, 2**31)]
-    assert told(spans) == {"last": 2**30}
-    assert told(((0, 5000), (7000, 7001))) == {"ranges": [[0, 4999], [7000, 7000]]}
+    assert describe_positions(spans) == {"last": 2**30}
+    assert describe_positions(((0, 5000), (7000, 7001))) == {"ranges": [[0, 4999], [7000, 7000]]}
     assert missed(spans, 10, range(10)) is None
 
 
