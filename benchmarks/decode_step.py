@@ -242,16 +242,14 @@ def main() -> None:
                 cases = chosen(fork)
                 found = compare(upstream, fork, cases, batches, rounds, tells=True)
                 same = fork.about["tokens"] == upstream.about["tokens"]
+                of_variant = {"same_tokens_as_upstream": same, **found}
+                report["variants"][name] = {**fork.report(), **of_variant}
+                reports.save(report, args.out)  # in case it is cut short
                 if name == names[-1]:
                     upstream.close()
                     alone = compare(fork, fork, cases, batches, rounds)
-                    found["over_own_plain"] = alone
-                report["variants"][name] = {
-                    **fork.report(),
-                    "same_tokens_as_upstream": same,
-                    **found,
-                }
-            reports.save(report, args.out)  # in case it is cut short
+                    report["variants"][name]["over_own_plain"] = alone
+            reports.save(report, args.out)
             print_variant(name, report["variants"][name])
     reports.write(report, args.out)
 

@@ -238,7 +238,7 @@ async def http(options: argparse.Namespace, report: dict[str, Any]) -> None:
     async with server:
         await server.ready()
         found = report["http"] = {}
-        async for name, values in measure(server.url, options.rounds):
+        async for name, values in measure(server.url, options.rounds, options.forms):
             found[name] = {**reports.summary(values), "samples": values}
             print(f"http {name:38} {found[name]['median'] * 1e3:9.1f} ms", flush=True)
             reports.save(report, options.out)
@@ -260,6 +260,7 @@ def main() -> None:
     every = ["plain", "fork", "connector", "transformers", "disk"]
     parser.add_argument("--sides", nargs="+", default=every)
     parser.add_argument("--turns", nargs="+", help="only these; see TURNS")
+    parser.add_argument("--forms", nargs="+", default=[], help="of HTTP; all if none")
     parser.add_argument("--out", type=Path, default=WORK / "delivery.json")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

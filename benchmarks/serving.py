@@ -291,7 +291,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     report = {**reports.begun(), "model": describe(options.model)}
     report |= {"gpu": reports.ask_gpu("name"), "serve": common}
     async with AsyncExitStack() as running:
-        servers, how = await start(tuple(sides), serve, running, options.servers)
+        servers, how = await start(
+            tuple(sides), serve, running, options.servers, options.together
+        )
         report |= {
             **how,
             "machine": reports.machine(load_before),
@@ -314,6 +316,7 @@ async def start(
     serve: Callable[[str, int], Server],
     running: AsyncExitStack,
     number: int,
+    together: bool,
 ) -> tuple[Servers, dict[str, Any]]:
     """Start servers of each side, one after the other or all together.
 
@@ -324,6 +327,7 @@ async def start(
         serve: starts one server.
         running: closes the servers at the end.
         number: servers per side.
+        together: whether they start at once, which several per side always do.
 
     """
     memory = {"before": reports.gpu_memory_gib()}
@@ -335,7 +339,7 @@ async def start(
             await running.enter_async_context(serve(name, index))
             for index in range(number)
         ]
-        if number == 1:
+        if number == 1 and not together:
             [only] = servers[name]
             await only.ready()
             started[name] = start_of(only, begin)
@@ -517,6 +521,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default 6; 2 with --quick")
     parser.add_argument("--servers", type=int, default=1, help="of each side")
     parser.add_argument("--quick", action="store_true", help="about 4 minutes")
+    parser.add_argument(
+        "--together", action="store_true", help="start the servers at once"
+    )
     parser.add_argument(
         "--case",
         action="append",

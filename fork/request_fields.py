@@ -8,10 +8,12 @@ capture: dict[str, Any] | None = Field(
 )
 capture_wait: bool = Field(
     default=False,
+    strict=True,
     description="Whether the response waits for the results of the capture.",
 )
 capture_stream: bool = Field(
     default=False,
+    strict=True,
     description="Whether chunks of a stream carry captured rows for their tokens.",
 )
 readouts: dict[str, Any] | None = Field(
@@ -61,6 +63,7 @@ steering: list[dict[str, Any]] | None = Field(
 )
 steering_receipt: bool = Field(
     default=False,
+    strict=True,
     description="Whether the response says what steering has done.",
 )
 conversation_id: str | None = Field(

@@ -4,10 +4,9 @@
 import asyncio
 import base64
 import json
-import mmap
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ import pybase64
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "client"))
 
+from clearbox_client import Client
 from clearbox_client.direct import DirectTransport
 
 PROMPT_TOKENS = 512
@@ -28,25 +28,38 @@ STEADY_TOKENS = 512
 """Tokens of the request that streams during the other ones."""
 
 
-async def measure(url: str, rounds: int) -> AsyncIterator[tuple[str, list[float]]]:
-    """Yield names and lists of seconds; the caller computes medians."""
-    # The transport of clearbox-client: `httpx` by itself takes ten times as long.
-    transport = DirectTransport()
+async def measure(
+    url: str, rounds: int, names: Sequence[str] = ()
+) -> AsyncIterator[tuple[str, list[float]]]:
+    """Yield names and lists of seconds; the caller computes medians.
+
+    Args:
+        url: of the server.
+        rounds: how often each form is measured.
+        names: of the forms to measure; all if empty.
+
+    """
+
+    def chosen(*forms: Form) -> list[Form]:
+        return [form for form in forms if not names or form.name in names]
+
     with (
-        httpx.Client(base_url=url, timeout=600, transport=transport) as client,
+        Client(url, model="m") as client,
+        httpx.Client(base_url=url, timeout=600, transport=DirectTransport()) as plain,
         ThreadPoolExecutor(MANY) as threads,
     ):
-        for form in (*FORMS, SLOW):
-            ask = partial(fetch, client, PROMPT_TOKENS, 1, form)
+        ways = Ways(client, plain)
+        for form in chosen(*FORMS, *JSON_FORMS):
+            ask = partial(fetch, ways, PROMPT_TOKENS, 1, form)
             ask()
             yield f"one, {form.name}", [ask() for _ in range(rounds)]
-        for form in (NOT_CAPTURED, *MANY_FORMS):
+        for form in (NOT_CAPTURED, *chosen(*FORMS)):
             walls, gaps, healths = [], [], []
             for number in range(-1, rounds):
                 others = asyncio.ensure_future(others_feel(url))
                 await asyncio.sleep(0.5)
                 begin = time.perf_counter()
-                ask = partial(fetch, client, MANY_TOKENS, 2, form)
+                ask = partial(fetch, ways, MANY_TOKENS, 2, form)
                 loop = asyncio.get_running_loop()
                 asked = [loop.run_in_executor(threads, ask) for _ in range(MANY)]
                 await asyncio.gather(*asked)
@@ -64,123 +77,122 @@ async def measure(url: str, rounds: int) -> AsyncIterator[tuple[str, list[float]
         yield "nothing else: longest /health", [health]
 
 
-def body(length: int, seed: int, transport: str | None) -> dict[str, Any]:
-    """The body of a request, captured at all layers if there is a transport."""
+class Ways(NamedTuple):
+    """How responses are fetched."""
+
+    client: Client
+    plain: httpx.Client
+    """With the client's transport, for forms that other clients read."""
+
+
+SPEC = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """A random prompt."""
     draw = np.random.default_rng(seed)
-    spec = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
-    asked = {
-        "model": "m",
-        "prompt": draw.integers(10, 30000, length).tolist(),
-        "max_tokens": 1,
-        "temperature": 0,
-        "detokenize": False,
-        "return_token_ids": True,
-    }
-    if transport is not None:
-        asked["capture"] = {"inline": {**spec, "transport": transport}}
-    return asked
+    tokens: list[int] = draw.integers(10, 30000, length).tolist()
+    return tokens
 
 
-def fetch(client: httpx.Client, length: int, seed: int, form: "Form") -> float:
+def fields(transport: str | None) -> dict[str, Any]:
+    """The fields of a request, captured at all layers if there is a transport."""
+    asked = {"max_tokens": 1, "temperature": 0, "detokenize": False}
+    if transport is None:
+        return asked
+    return {**asked, "capture": {"inline": {**SPEC, "transport": transport}}}
+
+
+def fetch(ways: Ways, length: int, seed: int, form: "Form") -> float:
     """Seconds until the rows are available as numpy arrays."""
-    asked = body(length, seed, form.transport)
+    prompt = prompt_of(length, seed)
     begin = time.perf_counter()
-    reply = client.post("/v1/completions", json=asked, headers={"Accept": form.accept})
-    reply.raise_for_status()
-    if form.read is None:
-        return time.perf_counter() - begin
-    arrays = form.read(reply.content)
+    arrays = form.fetch(ways, prompt)
     seconds = time.perf_counter() - begin
-    if form.transport == "shm":
-        payload = json.loads(reply.content)["capture_results"]["inline"]["payload"]
-        client.delete(f"/v1/capture/shm/{payload[0]['shm']['token']}")
-    if not arrays or any(len(one) == 0 for one in arrays):
+    if form is not NOT_CAPTURED and not (arrays and all(map(len, arrays))):
         raise RuntimeError("no rows came")
     return seconds
 
 
-def from_json(data: bytes) -> list[np.ndarray]:
-    """Read arrays from a JSON response, with fast decoders."""
-    payload = msgspec.json.decode(data)["capture_results"]["inline"]["payload"]
+def not_captured(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
+    """No rows."""
+    ways.client.complete(prompt, **fields(None))
+    return []
+
+
+def from_safetensors(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
+    """The rows in the model's dtype, as the client returns them."""
+    rows = ways.client.complete(prompt, **fields("http")).rows
+    return [one.stored for one in rows.values()]
+
+
+def as_float32(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
+    """The rows as numbers."""
+    rows = ways.client.complete(prompt, **fields("http")).rows
+    return [one.values for one in rows.values()]
+
+
+def from_shared_memory(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
+    """The rows in memory that the client maps."""
+    rows = ways.client.complete(prompt, **fields("shm")).rows
+    return [one.stored for one in rows.values()]
+
+
+def from_arrow(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
+    """The rows of a table, by record batch."""
+    batches = ways.client.table(prompt, **fields("http")).to_batches()
+    return [
+        batch["values"].flatten().to_numpy().reshape(batch.num_rows, -1)
+        for batch in batches
+    ]
+
+
+def from_json(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
+    """The rows of a JSON response, with fast decoders."""
+    payload = msgspec.json.decode(_json(ways, prompt))
     return [
         np.frombuffer(
             pybase64.b64decode(told["data"], validate=True), np.uint16
-        ).reshape(told["shape"][0], -1)
-        for told in payload
+        ).reshape(told["shape"])
+        for told in payload["capture_results"]["inline"]["payload"]
     ]
 
 
-def from_json_slowly(data: bytes) -> list[np.ndarray]:
+def from_json_slowly(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
     """As `from_json`, with the standard library."""
-    payload = json.loads(data)["capture_results"]["inline"]["payload"]
+    payload = json.loads(_json(ways, prompt))
     return [
-        np.frombuffer(base64.b64decode(told["data"]), np.uint16).reshape(
-            told["shape"][0], -1
-        )
-        for told in payload
+        np.frombuffer(base64.b64decode(told["data"]), np.uint16).reshape(told["shape"])
+        for told in payload["capture_results"]["inline"]["payload"]
     ]
 
 
-def from_safetensors(data: bytes) -> list[np.ndarray]:
-    """As `from_json`, without the library, which has no bfloat16 for numpy."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    header.pop("__metadata__")
-    arrays = []
-    for entry in header.values():
-        begin, end = (8 + size + offset for offset in entry["data_offsets"])
-        flat = np.frombuffer(data, np.uint16, (end - begin) // 2, begin)
-        arrays.append(flat.reshape(entry["shape"][0], -1))
-    return arrays
-
-
-def from_shared_memory(data: bytes) -> list[np.ndarray]:
-    """As `from_json`, from a mapped file in shared memory."""
-    payload = json.loads(data)["capture_results"]["inline"]["payload"]
-    with open(payload[0]["shm"]["path"], "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    return [
-        np.frombuffer(
-            mapped, np.uint16, told["shm"]["nbytes"] // 2, told["shm"]["offset"]
-        ).reshape(told["shape"][0], -1)
-        for told in payload
-    ]
-
-
-def from_arrow(data: bytes) -> list[np.ndarray]:
-    """The same."""
-    import pyarrow as pa
-
-    with pa.ipc.open_stream(data) as stream:
-        return [
-            batch["values"]
-            .flatten()
-            .to_numpy(zero_copy_only=False)
-            .reshape(batch.num_rows, -1)
-            for batch in stream
-        ]
+def _json(ways: Ways, prompt: list[int]) -> bytes:
+    asked = {"model": "m", "prompt": prompt, "capture_wait": True, **fields("http")}
+    accept = {"Accept": "application/json"}
+    reply = ways.plain.post("/v1/completions", json=asked, headers=accept)
+    return reply.raise_for_status().content
 
 
 class Form(NamedTuple):
     """A form of responses."""
 
     name: str
-    accept: str
-    transport: str | None
-    """None if the request captures nothing."""
-    read: Callable[[bytes], list[np.ndarray]] | None
+    fetch: Callable[[Ways, list[int]], list[np.ndarray]]
 
 
 FORMS = (
-    Form("safetensors", "application/safetensors", "http", from_safetensors),
-    Form("arrow", "application/vnd.apache.arrow.stream", "http", from_arrow),
-    Form("shared memory", "application/json", "shm", from_shared_memory),
-    Form("JSON", "application/json", "http", from_json),
+    Form("safetensors", from_safetensors),
+    Form("safetensors, as float32", as_float32),
+    Form("arrow", from_arrow),
+    Form("shared memory", from_shared_memory),
 )
-SLOW = Form("JSON, standard library", "application/json", "http", from_json_slowly)
-MANY_FORMS = [form for form in FORMS if form.name != "JSON"]
-"""Without JSON, which takes this one client process 20 s."""
-NOT_CAPTURED = Form("not captured", "application/json", None, None)
+JSON_FORMS = (
+    Form("JSON", from_json),
+    Form("JSON, standard library", from_json_slowly),
+)
+"""One at a time: 32 take this one client process 20 s."""
+NOT_CAPTURED = Form("not captured", not_captured)
 
 
 async def others_feel(url: str) -> tuple[float, float]:
@@ -199,7 +211,9 @@ async def others_feel(url: str) -> tuple[float, float]:
 
 
 async def _watch(url: str) -> None:
-    asked = body(16, 3, None) | {
+    asked = fields(None) | {
+        "model": "m",
+        "prompt": prompt_of(16, 3),
         "max_tokens": STEADY_TOKENS,
         "stream": True,
         "ignore_eos": True,

@@ -3,14 +3,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import httpx
-from clearbox_client.bulk import accept_of, document_in
+from clearbox_client.bulk import Content, accept_of, document_in, kind_of, read_async
 from clearbox_client.client import connected, error_of
+from clearbox_client.direct import is_direct
+from clearbox_client.direct_aio import AsyncDirectTransport
 from clearbox_client.errors import ClearboxError
 from clearbox_client.replies import Chunk, Reply
 from clearbox_client.requests import Messages, Prompt, body_of, document_of, headers_of
+from clearbox_client.shared import Mapped
+from clearbox_client.tables import ARROW_ONLY, check_captures, table_in
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class AsyncClient:
@@ -25,6 +33,8 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Open a client; the arguments are those of `Client`."""
+        if transport is None and is_direct(url):
+            transport = AsyncDirectTransport()
         self._http = httpx.AsyncClient(
             base_url=url,
             headers=headers_of(api_key),
@@ -66,6 +76,13 @@ class AsyncClient:
         """Generate a chat's next message; arguments are those of `complete`."""
         return await self._reply(messages, tokens, fields)
 
+    async def table(self, prompt: Prompt | Messages, **fields: Any) -> "pa.Table":
+        """The rows of a completion or chat as an Arrow table; see `Client.table`."""
+        check_captures(fields)
+        path, body = body_of(await self.model(), prompt, fields)
+        content = await self._content("POST", path, json=body, headers=ARROW_ONLY)
+        return table_in(*content)
+
     async def stream(
         self, prompt: Prompt | Messages, **fields: Any
     ) -> AsyncIterator[Chunk]:
@@ -81,6 +98,7 @@ class AsyncClient:
                     if document is not None:
                         if "error" in document:
                             raise ClearboxError.of(response.status_code, document)
+                        await self._map_shared(document)
                         yield Chunk.of(document)
 
     async def token_texts(self, token_ids: list[int]) -> list[str]:
@@ -141,15 +159,31 @@ class AsyncClient:
     async def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
         path, body = body_of(await self.model(), prompt, fields)
         document = await self._ask("POST", path, json=body, headers=accept_of(body))
+        await self._map_shared(document)
         reply = Reply.of(document)
         if not tokens:
             return reply
         ids = [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())]
         return Reply.of(document, await self.token_texts(ids))
 
+    async def _map_shared(self, document: Any) -> None:
+        mapped = Mapped()
+        try:
+            mapped.take(document)
+        finally:
+            for token in mapped.tokens:
+                with suppress(ClearboxError):  # It is freed after a minute anyway.
+                    await self._ask("DELETE", f"/v1/capture/shm/{token}")
+
     async def _ask(self, method: str, path: str, **more: Any) -> Any:
+        return document_in(*await self._content(method, path, **more))
+
+    async def _content(
+        self, method: str, path: str, **more: Any
+    ) -> tuple[Content, str]:
         with connected():
-            response = await self._http.request(method, path, **more)
+            async with self._http.stream(method, path, **more) as response:
+                content = await read_async(response)
         if response.is_error:
             raise error_of(response)
-        return document_in(response)
+        return content, kind_of(response)

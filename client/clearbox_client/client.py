@@ -2,15 +2,20 @@
 """The synchronous client."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import httpx
-from clearbox_client.bulk import accept_of, document_in
-from clearbox_client.direct import transport_for
+from clearbox_client.bulk import Content, accept_of, document_in, kind_of, read
+from clearbox_client.direct import DirectTransport, is_direct
 from clearbox_client.errors import ClearboxError
 from clearbox_client.replies import Chunk, Reply
 from clearbox_client.requests import Messages, Prompt, body_of, document_of, headers_of
+from clearbox_client.shared import Mapped
+from clearbox_client.tables import ARROW_ONLY, check_captures, table_in
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class Client:
@@ -35,11 +40,13 @@ class Client:
                 are read by `DirectTransport`, unless the environment names a proxy.
 
         """
+        if transport is None and is_direct(url):
+            transport = DirectTransport()
         self._http = httpx.Client(
             base_url=url,
             headers=headers_of(api_key),
             timeout=timeout,
-            transport=transport or transport_for(url),
+            transport=transport,
         )
         self._model = model
 
@@ -86,6 +93,28 @@ class Client:
         """Generate a chat's next message; arguments are those of `complete`."""
         return self._reply(messages, tokens, fields)
 
+    def table(self, prompt: Prompt | Messages, **fields: Any) -> "pa.Table":
+        """The rows of a completion, or of a chat, as an Arrow table.
+
+        It has a record batch per layer and hook point, with the columns `part`,
+        `layer`, `hook`, `position`, `token_id` and `values`; bfloat16 values are
+        `uint16` with their bits. The schema's metadata `response` is the response's
+        JSON. The table is a view of what was received. Needs pyarrow.
+
+        Args:
+            prompt: a text, token ids or messages.
+            fields: as for `complete`.
+
+        Raises:
+            ClearboxError: the server has refused the request, or its rows do not fit
+                one table.
+            InputError: nothing is captured, or not in the response.
+
+        """
+        check_captures(fields)
+        path, body = body_of(self.model, prompt, fields)
+        return table_in(*self._content("POST", path, json=body, headers=ARROW_ONLY))
+
     def stream(self, prompt: Prompt | Messages, **fields: Any) -> Iterator[Chunk]:
         """Yield the chunks of a completion, or of a chat if `prompt` lists messages.
 
@@ -104,6 +133,7 @@ class Client:
                 if document is not None:
                     if "error" in document:
                         raise ClearboxError.of(response.status_code, document)
+                    self._map_shared(document)
                     yield Chunk.of(document)
 
     def token_texts(self, token_ids: list[int]) -> list[str]:
@@ -158,18 +188,33 @@ class Client:
     def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
         path, body = body_of(self.model, prompt, fields)
         document = self._ask("POST", path, json=body, headers=accept_of(body))
+        self._map_shared(document)
         reply = Reply.of(document)
         if not tokens:
             return reply
         ids = [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())]
         return Reply.of(document, self.token_texts(ids))
 
+    def _map_shared(self, document: Any) -> None:
+        """Map rows in shared memory, which the server need not keep any longer."""
+        mapped = Mapped()
+        try:
+            mapped.take(document)
+        finally:
+            for token in mapped.tokens:
+                with suppress(ClearboxError):  # It is freed after a minute anyway.
+                    self._ask("DELETE", f"/v1/capture/shm/{token}")
+
     def _ask(self, method: str, path: str, **more: Any) -> Any:
-        with connected():
-            response = self._http.request(method, path, **more)
+        return document_in(*self._content(method, path, **more))
+
+    def _content(self, method: str, path: str, **more: Any) -> tuple[Content, str]:
+        """The body of a response, and its media type."""
+        with connected(), self._http.stream(method, path, **more) as response:
+            content = read(response)
         if response.is_error:
             raise error_of(response)
-        return document_in(response)
+        return content, kind_of(response)
 
 
 @contextmanager

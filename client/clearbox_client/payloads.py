@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 from clearbox_client.errors import InputError
+from clearbox_client.memory import MEMORY
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
 DTYPES = {
+    "bfloat16": "<u2",
     "float16": "<f2",
     "float32": "<f4",
     "float64": "<f8",
@@ -20,36 +22,51 @@ DTYPES = {
 }
 
 
-def values_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> Array:
-    """Decode row-major little-endian bytes; bfloat16 becomes float32.
+def stored_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> Array:
+    """Row-major little-endian bytes as an array; bfloat16 as `uint16` with its bits.
 
-    bfloat16 is the upper half of a float32, so this is exact.
+    The array is writable: a view of `data` if that is, otherwise a copy.
 
     Raises:
         InputError: the dtype is unknown, or the number of bytes does not match the
             shape.
 
     """
-    if dtype == "bfloat16":
-        bits = np.frombuffer(data, "<u2").astype("<u4") << 16
-        flat: Array = bits.view("<f4")
-    elif dtype in DTYPES:
-        flat = np.frombuffer(data, DTYPES[dtype]).copy()
-    else:
+    if dtype not in DTYPES:
         told = f"the dtype {dtype!r} is unknown; update clearbox-client"
         raise InputError(told, "dtype", dtype)
-    if len(flat) != prod(shape):
+    kind = np.dtype(DTYPES[dtype])
+    view = memoryview(data)
+    if view.nbytes != prod(shape) * kind.itemsize:
         raise InputError(
-            f"{len(flat)} values for the shape {list(shape)}; the payload was cut off "
-            "or changed in transit; request it again",
+            f"{view.nbytes / kind.itemsize:g} values for the shape {list(shape)}; the "
+            "payload was cut off or changed in transit; request it again",
             "data",
-            len(flat),
+            view.nbytes,
         )
-    return flat.reshape(shape)
+    flat: Array = np.frombuffer(view, kind)
+    return (flat.copy() if view.readonly else flat).reshape(shape)
 
 
-def entry_values(entry: Mapping[str, Any]) -> Array:
-    """The values `[rows, hidden_size]` of one entry, with base64 or bytes as `data`."""
+def widened(stored: Array, dtype: str) -> Array:
+    """What `stored_of` returns as numbers: bfloat16 as float32, others as they are.
+
+    bfloat16 is the upper half of a float32, so this is exact.
+    """
+    if dtype != "bfloat16":
+        return stored
+    bits = np.frombuffer(MEMORY.take(4 * stored.size), "<u4").reshape(stored.shape)
+    np.left_shift(stored, 16, out=bits, dtype=bits.dtype)
+    return bits.view("<f4")
+
+
+def values_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> Array:
+    """The same as numbers: bfloat16 as float32."""
+    return widened(stored_of(data, dtype, shape), dtype)
+
+
+def entry_stored(entry: Mapping[str, Any]) -> Array:
+    """The rows of one entry, as `stored_of` returns them."""
     given = entry["data"]
     data = base64.b64decode(given) if isinstance(given, str) else given
     encoding = entry.get("encoding")
@@ -58,7 +75,12 @@ def entry_values(entry: Mapping[str, Any]) -> Array:
     elif encoding is not None:
         told = f"the encoding {encoding!r} is unknown; update clearbox-client"
         raise InputError(told, "encoding", encoding)
-    return values_of(data, entry["dtype"], entry["shape"])
+    return stored_of(data, entry["dtype"], entry["shape"])
+
+
+def entry_values(entry: Mapping[str, Any]) -> Array:
+    """The values `[rows, hidden_size]` of one entry; bfloat16 as float32."""
+    return widened(entry_stored(entry), entry["dtype"])
 
 
 def packed_values(packed: Mapping[str, Any]) -> Array:

@@ -3,11 +3,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from clearbox_client import notebook
-from clearbox_client.payloads import entry_values
+from clearbox_client.payloads import entry_stored, widened
 from numpy.typing import NDArray
 
 
@@ -17,8 +18,11 @@ class Rows:
 
     layer: int
     hook: str
-    values: NDArray[Any]
-    """`[rows, hidden_size]`; bfloat16 as float32."""
+    stored: NDArray[Any]
+    """`[rows, hidden_size]` as they were sent; bfloat16 as `uint16` with its bits.
+
+    A view of the whole response, which stays in memory as long as any of its rows; copy
+    the few that you keep."""
     dtype: str
     """The dtype in which the model computed them."""
     positions: list[int]
@@ -27,8 +31,13 @@ class Rows:
     tokens: list[str] | None = None
     """The texts of the tokens, if they were requested."""
 
+    @cached_property
+    def values(self) -> NDArray[Any]:
+        """The numbers, `[rows, hidden_size]`; bfloat16 is widened to float32."""
+        return widened(self.stored, self.dtype)
+
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.stored)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         return np.asarray(self.values, dtype)
@@ -76,7 +85,7 @@ class RowSet(Mapping[tuple[int, str], Rows]):
             found[entry["layer"], entry["hook"]] = Rows(
                 layer=entry["layer"],
                 hook=entry["hook"],
-                values=entry_values(entry),
+                stored=entry_stored(entry),
                 dtype=entry["dtype"],
                 positions=positions,
                 token_ids=list(entry.get("token_ids") or [None] * len(positions)),

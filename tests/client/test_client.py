@@ -326,4 +326,4 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
         needs = opened.read(metadata).decode()
     sources = (CLIENT / "clearbox_client").iterdir()
     assert packed == {f"clearbox_client/{one.name}" for one in sources if one.is_file()}
-    assert "Requires-Dist: numpy" in needs and "torch" not in needs
+    assert "Requires-Dist: numpy" in needs and "Requires-Dist: torch" not in needs

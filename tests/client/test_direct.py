@@ -3,80 +3,21 @@
 
 import select
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import httpx
 import pytest
-from clearbox_client.direct import DirectTransport, transport_for
+from clearbox_client.bulk import read
+from clearbox_client.direct import DirectTransport, is_direct
 
-LARGE = bytes(range(256)) * 20_000
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers by path."""
-
-    protocol_version = "HTTP/1.1"
-    connections: set[Any]
-    more: threading.Event
-
-    def do_POST(self) -> None:
-        self.connections.add(self.client_address)
-        given = self.rfile.read(int(self.headers["content-length"]))
-        if self.path == "/stream":
-            self._stream()
-        elif self.path == "/short":
-            self._head(len(LARGE))
-            self.wfile.write(LARGE[:1000])
-            self.close_connection = True
-        elif self.path == "/closes":
-            self._head(2)
-            self.wfile.write(b"ok")
-            self.close_connection = True  # Without saying so in the head.
-        elif self.path == "/silent":
-            self.more.wait(30)
-        else:
-            self._head(len(given) + len(LARGE))
-            self.wfile.write(given + LARGE)
-
-    def _head(self, length: int) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(length))
-        self.end_headers()
-
-    def _stream(self) -> None:
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for piece in (b"data: 1\n\n", b"data: 2\n\n"):
-            self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            self.wfile.flush()
-            self.more.wait(30)
-        self.wfile.write(b"0\r\n\r\n")
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
+from tests.client._server import LARGE, Handler
 
 
 @pytest.fixture
-def handler() -> type[Handler]:
-    return type("Own", (Handler,), {"connections": set(), "more": threading.Event()})
-
-
-@pytest.fixture
-def client(handler: type[Handler]) -> Iterator[httpx.Client]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
+def client(url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=url, transport=DirectTransport()) as opened:
         yield opened
-    handler.more.set()
-    server.shutdown()
-    server.server_close()
 
 
 def test_bodies_arrive_whole_over_one_connection(
@@ -85,6 +26,34 @@ def test_bodies_arrive_whole_over_one_connection(
     for text in ("a", "é" * 1000):
         assert client.post("/", content=text).content == text.encode() + LARGE
     assert len(handler.connections) == 1
+
+
+def test_rows_are_received_where_they_stay(
+    client: httpx.Client, handler: type[Handler]
+) -> None:
+    for _ in range(2):
+        with client.stream("POST", "/rows", content="x") as response:
+            content = read(response)
+        assert isinstance(content, memoryview) and not content.readonly
+        assert content == LARGE
+    assert len(handler.connections) == 1
+
+
+def test_a_body_in_another_form_is_read_as_usual(client: httpx.Client) -> None:
+    for path, expected in (("/packed", LARGE), ("/", b"x" + LARGE)):
+        with client.stream("POST", path, content="x") as response:
+            assert read(response) == expected
+
+
+def test_rows_that_end_early_or_late_are_errors(client: httpx.Client) -> None:
+    cut = client.stream("POST", "/cut", content="x")
+    told = pytest.raises(httpx.RemoteProtocolError, match="IncompleteRead")
+    with told, cut as response:
+        read(response)
+    slow = client.stream("POST", "/slow", content="x", timeout=0.5)
+    with pytest.raises(httpx.ReadTimeout), slow as response:
+        read(response)
+    assert client.post("/", content="x").content == b"x" + LARGE
 
 
 def test_threads_have_connections_of_their_own(client: httpx.Client) -> None:
@@ -140,9 +109,9 @@ def test_tls_and_proxies_are_left_to_httpx(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("http_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    assert transport_for("https://example.org") is None
-    assert isinstance(transport_for("http://localhost:8000"), DirectTransport)
+    assert not is_direct("https://example.org")
+    assert is_direct("http://localhost:8000")
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
-    assert transport_for("http://example.org") is None
+    assert not is_direct("http://example.org")
     monkeypatch.setenv("no_proxy", "localhost")
-    assert isinstance(transport_for("http://localhost:8000"), DirectTransport)
+    assert is_direct("http://localhost:8000")

@@ -5,6 +5,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from clearbox_client import AsyncClient, ClearboxError, Client
@@ -62,6 +63,24 @@ def test_a_stream_and_a_chat_carry_rows(client: Client) -> None:
     reply = client.chat(chat, capture=CAPTURE, **FIELDS)
     assert len(reply.rows[0, "post_block"]) > 5
     assert "".join(c.text for c in client.stream(chat, **FIELDS)) == reply.text
+
+
+def test_shared_memory_and_a_table_have_the_same_rows(client: Client) -> None:
+    spec = CAPTURE["inline"]
+    shm = {"inline": {**spec, "transport": "shm"}}
+    wanted = client.complete(PROMPT, capture=CAPTURE, **FIELDS).rows
+    mapped = client.complete(PROMPT, capture=shm, **FIELDS).rows
+    (*_, last) = client.stream(PROMPT, capture=shm, **FIELDS)
+    for found in (mapped, last.rows):
+        assert list(found) == list(wanted)
+        for tap, rows in wanted.items():
+            assert np.array_equal(found[tap].values, rows.values)
+            assert found[tap].token_ids == rows.token_ids
+    table = client.table(PROMPT, capture=CAPTURE, **FIELDS)
+    assert table["position"].to_pylist() == list(range(10)) * 2
+    for batch, rows in zip(table.to_batches(), wanted.values(), strict=True):
+        flat = batch["values"].flatten().to_numpy()
+        assert np.array_equal(flat.reshape(10, -1), rows.stored)
 
 
 def test_a_refusal_names_parameter_value_and_remedy(client: Client) -> None:

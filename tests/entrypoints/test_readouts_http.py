@@ -193,6 +193,8 @@ def test_rows_come_with_chunks_if_asked_to(server: Server) -> None:
             "above, below",
         ),
         ({"stop_when": [{"readout": "p", "above": 1}]}, "readouts"),
+        ({"readouts": {"p": PROBE}, "stop_whem": []}, "stop_when"),
+        ({"readouts": {"p": PROBE | {"layer": 9}}}, "readouts.p.layer: layer 9"),
     ],
 )
 def test_bad_input_is_refused_with_the_remedy(
@@ -218,6 +220,15 @@ def test_modules_are_named_and_forgotten(server: Server, folder: Path) -> None:
     assert set(server.get(route).body["modules"]) == {"direction", "later"}
     asked = body(readouts={"p": PROBE | {"probe": "later"}})
     assert server.post("/v1/completions", asked).status == 200
+    for more in ({"layer": 1}, {"hook": "post_attn"}, {"hook": "post_block.1"}):
+        given = named | {"name": "other"} | more
+        refused = server.post(f"{route}/register", given, **KEY)
+        assert refused.status == 400 and "layer" in str(refused.body), "not ignored"
+    of_saes = server.post("/v1/sae/unregister", {"name": "later"}, **KEY)
+    assert of_saes.status == 400 and "no SAE 'later'" in str(of_saes.body)
+    missing = server.post(f"{route}/register", {"name": "x", "path": "/none"}, **KEY)
+    assert missing.body["error"]["param"] == "path"
+    assert missing.body["error"]["message"].count("parameter=") == 1
     assert server.post(f"{route}/unregister", {"name": "later"}, **KEY).status == 200
     assert server.post("/v1/completions", asked).status == 400
     foreign = str(folder / "foreign.safetensors")
@@ -239,6 +250,9 @@ def test_saes_have_routes_of_their_own(server: Server, folder: Path) -> None:
     named = {"name": "topk", "path": str(folder / "topk")}
     wrong = {"name": "no", "path": str(folder / "direction.safetensors")}
     assert server.post("/v1/sae/register", wrong, **KEY).status == 400
+    for place in ({"hook": "post_attn"}, {"layer": 9}, {"layer": 1, "hook": "x"}):
+        refused = server.post("/v1/sae/register", named | place, **KEY)
+        assert refused.status == 400, place
     assert server.post("/v1/sae/register", named, **KEY).status == 200
     sae = {"s": {"kind": "sae", "sae": "topk", "top_k": 3}}
     assert server.post("/v1/completions", body(readouts=sae)).status == 200

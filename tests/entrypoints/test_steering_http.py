@@ -288,6 +288,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"steering_name": "nobody"}, "nobody"),
     ({"steering_vectors": 7}, "steering_vectors"),
     ({"steering_name": "loud", "use_beam_search": True, "n": 2}, "beam search"),
+    ({"steering_name": "loud", "steering_receipt": "true"}, "steering_receipt"),
 ]
 
 
@@ -326,6 +327,22 @@ def test_a_stream_that_overflows_is_an_error_of_its_request_only(
 def test_other_requests_refuse_the_fields(client: httpx.Client) -> None:
     body = {"model": "m", "prompt": "x", "steering_name": "loud"}
     assert client.post("/tokenize", json=body).status_code == 400
+
+
+def test_a_key_that_is_given_twice_is_refused(client: httpx.Client) -> None:
+    one = json.dumps(spec()["post_block"])
+    twice = f'{{"post_block": {one}, "post_block": {one}}}'
+    request = f'{{"model": "m", "prompt": "x", "steering_vectors": {twice}}}'
+    change = f'{{"vectors": {{"post_block": {one}}}, "vectors": {{}}}}'
+    for path, body, key, steering_key in (
+        ("/v1/completions", request, "post_block", {}),
+        ("/v1/steering/set", change, "vectors", by(NEW_KEY)),
+    ):
+        headers = {"Content-Type": "application/json"} | steering_key
+        response = client.post(path, content=body, headers=headers)
+        assert response.status_code == 400, response.text
+        assert f"the key '{key}' twice" in response.text
+    assert client.get("/v1/steering").json()["vectors"] == {}
 
 
 def test_a_number_that_is_none_is_refused(client: httpx.Client) -> None:

@@ -79,7 +79,7 @@ def post(client: TestClient, what: str, body: Any, key: str = "new") -> httpx.Re
 
 
 def test_an_answer_says_what_was_applied(client: TestClient) -> None:
-    clamp = {"vector": ONE, "op": "clamp", "max": 1, "positions": [-1]}
+    clamp = {"vector": ONE, "op": "clamp", "max": 1, "strength": 0.5, "positions": [7]}
     body = {
         "vectors": VECTORS,
         "decode_vectors": {"pre_attn": {"0": [clamp, {"vector": ONE}]}},
@@ -92,7 +92,7 @@ def test_an_answer_says_what_was_applied(client: TestClient) -> None:
     decode = {"tier": "decode_vectors", "hook": "pre_attn", "layer": 0, "scale": 1}
     assert told.json()["applied"] == [
         plain | base,
-        plain | decode | {"op": "clamp", "max": 1, "positions": [-1]},
+        plain | decode | {"op": "clamp", "max": 1, "strength": 0.5, "positions": [7]},
         plain | decode,
     ]
     state = client.get("/v1/steering").json()

@@ -24,22 +24,28 @@ vllm.LLM.__init__ = partialmethod(vllm.LLM.__init__, enforce_eager=True)
 """
 
 
-def code_of(page: str) -> list[str]:
-    """The Python blocks of a page."""
-    return blocks(ROOT / "docs" / "interop" / f"{page}.md", "python")
+def code_of(page: str, language: str = "python") -> list[str]:
+    """The blocks of a page in one language."""
+    return blocks(ROOT / "docs" / "interop" / f"{page}.md", language)
 
 
 def printed_by(folder: Path, code: str) -> str:
     """What a script of this code prints, run in a folder with the examples."""
-    (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "page.py").write_text(EAGER + code)
+    return run(folder, [sys.executable, "page.py"])
+
+
+def run(folder: Path, command: list[str]) -> str:
+    """What a command prints, run in a folder with the examples."""
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
     # `vllm`, which Inspect starts, is in the environment below this one.
     site = Path(sysconfig.get_path("purelib"))
     project = next(site.glob("project.pth"), None)
     below = site if project is None else Path(project.read_text().split("'")[1])
     commands = f"{below.parents[2] / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [sys.executable, "page.py"],
+        command,
         cwd=folder,
         env={**os.environ, **ENVIRONMENT, "PATH": commands},
         capture_output=True,

@@ -89,13 +89,45 @@ def test_several_samples_are_refused() -> None:
     ("options", "message"),
     [
         ({"layers": []}, "layers is empty"),
+        ({"layers": ""}, "layers is empty"),
         ({"layers": [0], "dtype": "bf16"}, "torch has no such dtype"),
+        ({"layers": [0], "dtype": 16}, "torch has no such dtype"),
         ({"layers": [0], "include_decode": False}, "nothing would be read"),
     ],
 )
 def test_options_that_cannot_be_carried_out_are_refused(options, message) -> None:
     with pytest.raises(CaptureValidationError, match=message):
         probe_hook.ProbeOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("layers", "read"),
+    [("all", [0, 1, 2]), (["all"], [0, 1, 2]), ("0,1-2", [0, 1, 2]), (1, [1])],
+)
+def test_layers_are_those_of_the_model(llm, layers, read) -> None:
+    config = llm.llm_engine.vllm_config
+    assert probe_hook.ProbeOptions(layers=layers).of_model(config).layers == read
+
+
+@pytest.mark.parametrize("layers", [[0, 3], [-1], "some", [1.5], True])
+def test_layers_that_the_model_does_not_have_are_refused(llm, layers) -> None:
+    options = probe_hook.ProbeOptions(layers=layers)
+    with pytest.raises(CaptureValidationError, match="^layers: ") as error:
+        options.of_model(llm.llm_engine.vllm_config)
+    assert error.value.parameter == "layers"
+
+
+@pytest.mark.e2e
+def test_mistakes_in_layers_are_found_when_the_engine_starts(model: Path) -> None:
+    with pytest.raises(CaptureValidationError, match="layers 0 to 2; name one"):
+        probe_hook.LLM(str(model), layers=[7], dtype="float32", **ENGINE)
+
+
+def test_the_dtype_may_be_torchs_or_the_models() -> None:
+    rows = {0: torch.zeros(2, 4)}
+    for dtype, found in [(torch.float16, torch.float16), ("auto", torch.float32)]:
+        options = probe_hook.ProbeOptions(layers=[0], dtype=dtype)
+        assert options._converted(rows)[0].dtype == found
 
 
 def test_the_last_rows_alone() -> None:
@@ -119,7 +151,8 @@ def test_the_last_rows_alone() -> None:
 @pytest.mark.e2e
 def test_the_asynchronous_engine_yields_rows_as_they_come(model: Path) -> None:
     async def run() -> list[int]:
-        llm = probe_hook.AsyncLLM(str(model), layers=[1], dtype="float32", **ENGINE)
+        options = {"layers": 1, "dtype": torch.float32}
+        llm = probe_hook.AsyncLLM(str(model), **options, **ENGINE)
         params = probe_hook.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         counts = []
         async for output in llm.generate(PROMPTS[0], params):

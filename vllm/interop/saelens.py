@@ -7,7 +7,7 @@ decoderesearch/SAELens 6.54, `sae_lens/training/activations_store.py`.
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
+
+# Arguments of TransformerLens' methods that leave these results as they are.
+WITHOUT_EFFECT = {"padding_side": "right", "clear_contexts": True}
 
 
 class ServedModel:
@@ -88,26 +91,32 @@ class ServedModel:
     def to_tokens(
         self,
         input: str | list[str],
-        prepend_bos: bool = True,
+        prepend_bos: bool | None = True,
         truncate: bool = True,
         move_to_device: bool = True,
-        **_: Any,
+        **others: Any,
     ) -> torch.Tensor:
         """Token ids `[texts, tokens]`, int64; shorter texts are padded at the end.
 
         Args:
             input: one text or several texts.
-            prepend_bos: whether the first token is the tokenizer's BOS.
+            prepend_bos: whether the first token is the tokenizer's BOS; None means
+                True, as in TransformerLens.
             truncate: whether to truncate to the engine's `max_model_len` less one.
             move_to_device: whether to move the result to `cfg.device`.
+            others: arguments of TransformerLens' `to_tokens`.
+
+        Raises:
+            TypeError: another argument would change the result.
 
         """
+        refuse_those_with_effect("to_tokens", others)
         texts = [input] if isinstance(input, str) else input
         bos = self.tokenizer.bos_token_id
         rows = []
         for text in texts:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if prepend_bos and bos is not None:
+            if prepend_bos is not False and bos is not None:
                 ids = [bos, *ids]
             rows.append(ids[: self.cfg.n_ctx - 1] if truncate else ids)
         longest = max(map(len, rows), default=0)
@@ -116,13 +125,17 @@ class ServedModel:
         tokens = torch.tensor([ids + [fill] * (longest - len(ids)) for ids in rows])
         return tokens.to(self.cfg.device) if move_to_device else tokens
 
+    @torch.compiler.disable  # with `compile_llm=True`, SAELens compiles this method
     def run_with_cache(
         self,
         tokens: torch.Tensor | str | list[str],
         names_filter: NamesFilter = None,
         stop_at_layer: int | None = None,
-        prepend_bos: bool = True,
-        **_: Any,
+        prepend_bos: bool | None = True,
+        device: str | torch.device | None = None,
+        attention_mask: torch.Tensor | None = None,
+        reset_hooks_end: bool = True,
+        **others: Any,
     ) -> tuple[None, dict[str, torch.Tensor]]:
         """Activations of whole prompts; None stands in for the logits.
 
@@ -132,17 +145,28 @@ class ServedModel:
                 stream's hook points.
             stop_at_layer: ignored; `start` chooses how many layers run.
             prepend_bos: whether texts begin with BOS; ignored for ids.
+            device: where the rows are returned; `cfg.device` by default.
+            attention_mask: may be given if every token takes part.
+            reset_hooks_end: ignored; there are no hooks.
+            others: arguments of TransformerLens' `run_with_cache`, and SAELens'
+                `model_kwargs`.
 
         Returns:
-            `(None, {name: [batch, context, d_model]})`, in the model's dtype on
-            `cfg.device`.
+            `(None, {name: [batch, context, d_model]})`, in the model's dtype.
 
         Raises:
+            TypeError: another argument would change the result.
             ValueError: a hook point is not served, or a prompt is too long; the message
                 names it.
 
         """
-        del stop_at_layer
+        del stop_at_layer, reset_hooks_end
+        refuse_those_with_effect("run_with_cache", others)
+        if attention_mask is not None and not bool(torch.all(attention_mask != 0)):
+            raise ValueError(
+                "attention_mask: masked tokens are not served; give each call prompts "
+                "of one length"
+            )
         if not isinstance(tokens, torch.Tensor):
             tokens = self.to_tokens(tokens, prepend_bos=prepend_bos)
         if tokens.dim() == 1:
@@ -151,7 +175,9 @@ class ServedModel:
         taps = taps_of(names)
         per_prompt = prompt_rows(self.llm, tokens.tolist(), list(taps.values()))
         cache = {
-            name: torch.stack([rows[tap] for rows in per_prompt]).to(self.cfg.device)
+            name: torch.stack([rows[tap] for rows in per_prompt]).to(
+                self.cfg.device if device is None else device
+            )
             for name, tap in taps.items()
         }
         return None, cache
@@ -168,6 +194,22 @@ class ServedModel:
         ]
         return [name for name in every if names_filter is None or names_filter(name)]
 
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse logits and losses, which SAELens' evaluation asks for.
+
+        Raises:
+            NotImplementedError: always; the message has the remedy.
+
+        """
+        raise NotImplementedError(
+            "a served model returns activations, but no logits or losses, and runs no "
+            "Python hooks. SAELens' runner evaluates when it logs to Weights & Biases: "
+            "set runner.evaluator = None before runner.run(), and evaluate a trained "
+            "SAE with a HookedTransformer"
+        )
+
+    run_with_hooks = __call__
+
     def eval(self) -> "ServedModel":
         """Return this object; an engine is always in evaluation mode."""
         return self
@@ -175,3 +217,21 @@ class ServedModel:
     def to(self, *_: Any, **__: Any) -> "ServedModel":
         """Return this object; the engine is not moved."""
         return self
+
+
+def refuse_those_with_effect(method: str, arguments: dict[str, Any]) -> None:
+    """Refuse arguments of TransformerLens that would change what a method returns.
+
+    Raises:
+        TypeError: there is one; the message names the first.
+
+    """
+    for name, value in arguments.items():
+        if (
+            value is not None
+            and value is not False
+            and WITHOUT_EFFECT.get(name) != value
+        ):
+            raise TypeError(
+                f"{method}(): {name}={value!r} is not served here; leave it out"
+            )

@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of probes say for which model they are."""
+"""Files of probes and translators say what they are, and for which model."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from tests.steering.sae import _layouts
 from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import ReadoutValidationError
-from vllm.v1.readouts.modules import ModuleInfo, check_model, save_probe
+from vllm.v1.readouts.modules import (
+    FORMAT,
+    ModuleInfo,
+    ProbeModule,
+    check_model,
+    check_place,
+    save_probe,
+)
+from vllm.v1.readouts.worker.kinds import probe_values
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.spec.model_identity import ModelIdentity
+
+HOOK = "post_block"
 
 
 def served(weights: str = "") -> ModelIdentity:
@@ -50,11 +65,84 @@ def test_a_file_for_another_model_is_refused() -> None:
         assert "mood" in str(found.value) and "metadata" in str(found.value)
 
 
+def model_config(width: int) -> Any:
+    return SimpleNamespace(
+        model="m",
+        served_model_name="m",
+        revision=None,
+        hf_config=LlamaConfig(hidden_size=width, num_attention_heads=1),
+        get_hidden_size=lambda: width,
+        get_total_num_hidden_layers=lambda: 3,
+    )
+
+
+PROBE = {"vectors": torch.ones(2, 4)}
+FILES: tuple[tuple[dict[str, torch.Tensor], dict[str, str], str], ...] = (
+    (PROBE, {"layer": "1", "hook": "resid_mid"}, ""),
+    (PROBE, {"layer": "-1"}, "layer '-1' has no meaning"),
+    (PROBE, {"layer": "1", "hook": "middle"}, "hook 'middle' has no meaning"),
+    (PROBE, {"hook": "post_block"}, "needs a layer"),
+    (PROBE, {"layer": "3"}, "post_block of layer 3, which is not"),
+    (PROBE, {"cosine": "yes"}, "cosine 'yes' has no meaning"),
+    ({"vectors": torch.zeros(2, 4)}, {"cosine": "true"}, "no direction"),
+    (PROBE | {"bais": torch.ones(2)}, {}, "'bais' is none of"),
+    (PROBE | {"threshold": torch.ones(2)}, {"activation": "relu"}, "another with them"),
+    (PROBE, {"activation": "jumprelu"}, "without thresholds"),
+    ({"2.weight": torch.eye(4)}, {"kind": "translator"}, ""),
+    ({"3.weight": torch.eye(4)}, {"kind": "translator"}, r"maps for the layers \[3\]"),
+    ({"2.weight": torch.eye(4)}, {"kind": "translator", "residual": "1"}, "residual"),
+)
+
+
+@pytest.mark.parametrize(("tensors", "said", "wrong"), FILES)
+def test_a_file_that_is_not_what_it_says_is_refused(
+    tmp_path: Path, tensors: Any, said: dict[str, str], wrong: str
+) -> None:
+    path = str(tmp_path / "mood.safetensors")
+    save_file(tensors, path, {"format": FORMAT, "kind": "probe"} | said)
+    if not wrong:
+        told = described_file("mood", path, model_config(4))
+        assert told["tap"] in (None, (1, "post_attn"))
+        return
+    with pytest.raises(ReadoutValidationError, match=wrong) as refused:
+        described_file("mood", path, model_config(4))
+    assert str(refused.value).startswith("mood: ") and refused.value.parameter == "path"
+
+
+def test_a_module_is_for_hook_points_that_the_loaded_model_has() -> None:
+    points = {0: ("pre_attn", "post_block"), 1: ("pre_attn",)}
+    check_place(replace(info(""), tap=(0, "post_block")), points)
+    for tap, said in (((1, "post_block"), "layers 0 to 1"), ((0, "mlp_in"), "--mlp-")):
+        with pytest.raises(ReadoutValidationError, match=said):
+            check_place(replace(info(""), tap=tap), points)
+
+
+def test_a_probes_file_that_has_changed_is_not_steered_by(tmp_path: Path) -> None:
+    path = tmp_path / "mood.safetensors"
+    save_probe(path, torch.ones(1, 4), layer=0)
+    told = described_file("mood", str(path), model_config(4))
+    assert NamedFiles(lambda: {"mood": told}).probe("mood", "when").tap == (0, HOOK)
+    save_probe(path, torch.ones(1, 4) * 2, layer=0)
+    with pytest.raises(SteeringValidationError, match="has changed since"):
+        NamedFiles(lambda: {"mood": told}).probe("mood", "when")
+
+
+def test_a_value_jumps_in_a_probe_as_in_a_low_rank_entry() -> None:
+    given = torch.tensor([[-2.0], [-0.5], [0.5], [2.0]])
+    probe = ProbeModule(
+        vectors=torch.ones(1, 1),
+        bias=torch.zeros(1),
+        threshold=torch.tensor([-1.0]),
+        activation="jumprelu",
+    )
+    assert probe_values(probe, given)["values"].flatten().tolist() == [0, -0.5, 0.5, 2]
+
+
 @pytest.mark.parametrize("kind", ["sae", "probe"])
 def test_a_file_for_another_width_is_refused_before_the_model_is_loaded(
     tmp_path: Path, kind: str
 ) -> None:
-    config: Any = SimpleNamespace(get_hidden_size=lambda: 8, model="m")
+    config = model_config(8)
     if kind == "sae":
         path = _layouts.goodfire(tmp_path / "sae", _layouts.parts())
     else:

@@ -450,6 +450,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"scope": "rest", "layer": 1, "hook": "post_attn"}, "an earlier hook point"),
     ({"scope": "rest", "sharpness": 1}, "0 or 1"),
     ({"scope": "token", "reduce": "mean"}, 'needs "scope": "prompt"'),
+    ({"scope": "token", "reduce": "last"}, 'needs "scope": "prompt"'),
     ({"scope": "prompt", "reduce": "median"}, "is not one of"),
 ]
 

@@ -247,6 +247,31 @@ def test_the_engine_steers_all_by_a_feature_and_keeps_its_sae(steered: Any) -> N
         llm.clear_steering()
 
 
+def test_a_receipt_has_one_dose_for_features_that_are_changed_together(
+    steered: Any,
+) -> None:
+    llm, reference, saes = steered
+    first, second, third = active(reference, saes["jump"])
+    together: Wanted = {first: ("set", 9.0, False), second: ("add", 5.0, False)}
+    wanted = together | {third: ("set", 7.0, True)}
+    spec = entries("jump", wanted)
+    asked = params(1, steering_vectors=spec, steering_receipt=True)
+    found: list[torch.Tensor] = []
+
+    def look(stream: torch.Tensor) -> torch.Tensor:
+        found.append(stream.double())
+        return stream
+
+    reference.logprobs(PROMPT, {TAP: look})
+    x = found[0]
+    change = changed(saes["jump"], together, x) - x
+    (output,) = generate(llm, [PROMPT], [asked])
+    both, _ = output.steering["applied"]
+    dose = float((change.norm(dim=-1) / x.norm(dim=-1)).mean())
+    assert both["tokens"] == SIZE
+    assert both["dose"]["mean"] == pytest.approx(dose, rel=1e-4)
+
+
 def test_an_sae_is_registered_while_serving(steered: Any, tmp_path: Path) -> None:
     llm, _, _ = steered
     parts = _layouts.parts(5, _models.HIDDEN, FEATURES)

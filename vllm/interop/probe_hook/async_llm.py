@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.interop.probe_hook.rows import CONSUMERS, ProbeOptions, attach, with_capture
 from vllm.outputs import RequestOutput
@@ -18,12 +20,12 @@ class AsyncLLM:
     def __init__(
         self,
         model: str,
-        layers: Sequence[int] | str = "all",
+        layers: Sequence[int] | int | str = "all",
         include_prefill: bool = False,
         include_decode: bool = True,
         last_prefill_token: bool = False,
         last_decode_token: bool = False,
-        dtype: str = "bfloat16",
+        dtype: str | torch.dtype = "bfloat16",
         **vllm: Any,
     ) -> None:
         """Start the engine; the arguments are those of `LLM`."""
@@ -39,6 +41,7 @@ class AsyncLLM:
         vllm["capture_consumers"] = [*vllm.get("capture_consumers", ()), *CONSUMERS]
         args = AsyncEngineArgs(model=model, **vllm)
         self.engine = EngineAsyncLLM.from_engine_args(args)
+        self.probe = self.probe.of_model(self.engine.vllm_config)
 
     async def generate(
         self,

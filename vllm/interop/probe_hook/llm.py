@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from vllm.entrypoints.llm import LLM as EngineLLM
 from vllm.interop.probe_hook.rows import CONSUMERS, ProbeOptions, attach, with_capture
 from vllm.outputs import RequestOutput
@@ -18,12 +20,12 @@ class LLM(EngineLLM):
     def __init__(
         self,
         model: str,
-        layers: Sequence[int] | str = "all",
+        layers: Sequence[int] | int | str = "all",
         include_prefill: bool = False,
         include_decode: bool = True,
         last_prefill_token: bool = False,
         last_decode_token: bool = False,
-        dtype: str = "bfloat16",
+        dtype: str | torch.dtype = "bfloat16",
         **vllm: Any,
     ) -> None:
         """Start the engine.
@@ -54,6 +56,7 @@ class LLM(EngineLLM):
         vllm["dtype"] = vllm.pop("model_dtype", dtype)
         vllm["capture_consumers"] = [*vllm.get("capture_consumers", ()), *CONSUMERS]
         super().__init__(model, **vllm)
+        self.probe = self.probe.of_model(self.llm_engine.vllm_config)
 
     def generate(
         self, prompts: Any, sampling_params: Params = None, **more: Any

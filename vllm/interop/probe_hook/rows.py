@@ -2,15 +2,19 @@
 """The rows that a probe reads, as captures, and the attributes of outputs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.results import RowsByTap
+from vllm.v1.residual.selectors import parse_layers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 PROMPT = "probe_prompt"
 GENERATED = "probe_generated"
@@ -32,8 +36,9 @@ Rows = dict[int, torch.Tensor]
 class ProbeOptions:
     """The arguments of vllm-probe-hook's constructors that vLLM's do not have."""
 
-    layers: Sequence[int] | str
-    """0-based decoder layers whose output is read, or "all" (also `["all"]`)."""
+    layers: Sequence[int] | int | str
+    """0-based decoder layers whose output is read; also as text such as "0,4-7", or
+    "all"."""
     include_prefill: bool = False
     """Whether outputs carry `prefill_hidden_states`."""
     include_decode: bool = True
@@ -42,18 +47,19 @@ class ProbeOptions:
     """Whether `prefill_hidden_states` holds the last prompt token's row only."""
     last_decode_token: bool = False
     """Whether `hidden_states` holds the last output token's row only."""
-    dtype: str = "bfloat16"
-    """The torch dtype of the returned rows, by name; `model_dtype` is the model's."""
+    dtype: str | torch.dtype = "bfloat16"
+    """The dtype of the returned rows, or "auto" for the model's; `model_dtype` is the
+    model's."""
 
     def __post_init__(self) -> None:
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+        if self.dtype != "auto" and not isinstance(self._dtype(), torch.dtype):
             raise CaptureValidationError(
                 f"dtype={self.dtype!r}: torch has no such dtype; use for example "
-                '"bfloat16" or "float32"',
+                '"bfloat16", "float32", or "auto" for the model\'s',
                 parameter="dtype",
                 value=self.dtype,
             )
-        if not self.layers:
+        if not isinstance(self.layers, int) and len(self.layers) == 0:
             raise CaptureValidationError(
                 "layers is empty: name one layer or more, or give 'all'",
                 parameter="layers",
@@ -67,14 +73,27 @@ class ProbeOptions:
                 value=False,
             )
 
+    def of_model(self, config: "VllmConfig") -> "ProbeOptions":
+        """These options with the layers as a list, for an engine that has started.
+
+        Raises:
+            CaptureValidationError: a layer is not one of the model's.
+
+        """
+        points = config.capture_config.hook_points or {}
+        having = sorted(layer for layer, names in points.items() if HOOK in names)
+        layers = parse_layers(
+            self.layers, having, max(points, default=-1) + 1, "layers", fail
+        )
+        return replace(self, layers=layers)
+
     def capture(self) -> dict[str, Any]:
         """`SamplingParams.capture` for these rows.
 
         The row that predicts the first output token is the last prompt token's, so that
         one is captured for `hidden_states` too.
         """
-        every = self.layers == "all" or list(self.layers) == ["all"]
-        hooks = {HOOK: "all" if every else list(self.layers)}
+        hooks = {HOOK: self.layers}
         whole = self.include_prefill and not self.last_prefill_token
         prompt = "all_prompt" if whole else "last_prompt"
         captures = {PROMPT: {"hooks": hooks, "positions": prompt}}
@@ -100,8 +119,14 @@ class ProbeOptions:
         return self._converted({tap[0]: rows for tap, rows in sorted(prompt.items())})
 
     def _converted(self, rows: Rows) -> Rows:
-        dtype = getattr(torch, self.dtype)
+        dtype = self._dtype()
         return {layer: states.to(dtype) for layer, states in rows.items()}
+
+    def _dtype(self) -> torch.dtype | None:
+        """The dtype to convert to; None if rows stay as they are."""
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        return getattr(torch, str(self.dtype), None)
 
 
 def with_capture(params: SamplingParams, options: ProbeOptions) -> SamplingParams:

@@ -161,7 +161,7 @@ def _rows(reply: "Reply", taps: tuple[Tap, ...]) -> dict[Tap, torch.Tensor]:
         reason = "no result came" if outcome is None else outcome.error
         raise RuntimeError(f"the rows of a prompt are not complete: {reason}")
     return {
-        tap: torch.from_numpy(rows.values).to(getattr(torch, rows.dtype))
+        tap: torch.from_numpy(rows.stored).view(getattr(torch, rows.dtype))
         for tap, rows in reply.rows.items()
     }
 

@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config.readouts import ReadoutConfig
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.modules import check_model, describe_module, load_module
+from vllm.v1.readouts.modules import (
+    ModuleInfo,
+    check_model,
+    check_place,
+    describe_module,
+    load_module,
+)
 from vllm.v1.readouts.plan import Tap
+from vllm.v1.residual.addresses import OWN
 from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.steering.spec.model_identity import identity_of_config
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 
@@ -111,20 +118,39 @@ def described_file(
     """
     info = describe_module(name, path, load_module(name, path, tap))
     if wanted and (info.kind == "sae") != (wanted == "sae"):
-        option = "--sae" if info.kind == "sae" else "--readout-modules"
+        what, option, route = f"a {info.kind}", "--readout-modules", "readouts/modules"
+        if info.kind == "sae":
+            what, option, route = "an SAE", "--sae", "sae"
         raise fail(
-            f"{name}: {path!r} holds a {info.kind}; give it as {option}", name, path
+            f"{name}: {path!r} holds {what}; give it as {option}, or to "
+            f"/v1/{route}/register",
+            "path",
+            path,
         )
     width = model.get_hidden_size()
     if info.width != width:
         raise fail(
             f"{name}: it is for rows of width {info.width}, and this model's have "
             f"{width}; is it of another model?",
-            name,
+            "path",
             path,
         )
+    # Which hook points a layer has is known once the model is loaded.
+    check_place(info, dict.fromkeys(range(model.get_total_num_hidden_layers()), OWN))
     check_model(info, identity_of_config(model))
     return asdict(info)
+
+
+def check_places(config: "VllmConfig") -> None:
+    """Refuse configured modules for hook points that the loaded model does not have.
+
+    Raises:
+        ReadoutValidationError: naming the module and its place.
+
+    """
+    points = config.capture_config.hook_points or {}
+    for info in config.readout_config.described.values():
+        check_place(ModuleInfo(**info), points)
 
 
 def _named(given: Any, option: str, parameter: str) -> dict[str, str]:

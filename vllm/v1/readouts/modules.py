@@ -13,7 +13,8 @@ A probe or translator file is a safetensors file with these metadata and tensors
   is true, as in a tuned lens (arXiv 2303.08112). A Jacobian lens is the matrix alone.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,6 +24,8 @@ import torch
 from vllm.steering.sae import SparseAutoencoder, load_sae
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.plan import Tap
+from vllm.v1.residual.addresses import OWN, hook_name
+from vllm.v1.residual.selectors import layer_index
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.model_identity import ModelIdentity
 
@@ -63,7 +66,7 @@ class ModuleInfo:
     width_out: int = 0
     """Hidden size of the rows that it writes."""
     fingerprint: str = ""
-    """SHA-256 of an SAE's weights and of how it uses them."""
+    """SHA-256 of a probe's or an SAE's weights and of how it uses them."""
 
     def describe(self) -> dict[str, Any]:
         """A JSON-serialisable description, without the path."""
@@ -92,6 +95,13 @@ class ProbeModule:
     threshold: torch.Tensor | None = None  # [k], float32
     activation: str = "none"
     cosine: bool = False
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that determines the values."""
+        found = hashlib.sha256(repr((self.activation, self.cosine)).encode())
+        for tensor in (self.vectors, self.bias, self.threshold):
+            found.update(b"none" if tensor is None else tensor.numpy().tobytes())
+        return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -125,7 +135,7 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
                 return module
         return load_sae(path, tap)
     except SteeringValidationError as error:
-        raise fail(f"{name}: {error}", name, path) from None
+        raise fail(f"{name}: {error.args[0]}", "path", path) from None
     except OSError as error:  # No permission, or no name that a file can have.
         why = error.strerror or type(error).__name__
         raise fail(f"path cannot be read: {why}", "path", path) from None
@@ -171,6 +181,7 @@ def describe_module(
             tap=_tap(said),
             model=model,
             weights=weights,
+            fingerprint=module.fingerprint(),
         )
     layers = tuple(sorted(module.weights))
     return ModuleInfo(
@@ -209,8 +220,43 @@ def check_model(info: ModuleInfo, identity: ModelIdentity) -> None:
             f"is {identity.name!r}{' with other weights' if here else ''}; make one "
             "for this model (vllm probe train), or, to use it as it is, remove `model` "
             "and `weights` from the file's metadata",
-            info.name,
+            "path",
             info.model,
+        )
+
+
+def check_place(info: ModuleInfo, points: Mapping[int, Sequence[str]]) -> None:
+    """Refuse a module for a layer or a hook point that the model does not have.
+
+    Args:
+        info: the module.
+        points: the hook points of each layer, as far as they are known.
+
+    Raises:
+        ReadoutValidationError: naming the place and those that there are.
+
+    """
+    layers = set(info.layers)
+    if info.tap is not None:
+        layer, hook = info.tap
+        if hook in points.get(layer, ()):
+            return
+        names = sorted({point for own in points.values() for point in own})
+        mlp = hook.startswith("mlp") and hook not in names
+        raise fail(
+            f"{info.name}: the {info.kind} reads {hook} of layer {layer}, which is not "
+            f"a hook point of this model; it has {names} at layers {min(points)} to "
+            f"{max(points)}"
+            + (". Start with --mlp-hook-points to add mlp_in and mlp_out" * mlp),
+            "path",
+            f"{hook}.{layer}",
+        )
+    if lacking := sorted(layers - points.keys()):
+        raise fail(
+            f"{info.name}: it has maps for the layers {lacking}, and this model has "
+            f"the layers {min(points)} to {max(points)}; is it of another model?",
+            "path",
+            lacking[0],
         )
 
 
@@ -302,13 +348,45 @@ def read_metadata(path: Path) -> dict[str, str]:
             return dict(opened.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise fail(
-            f"path: {path.name!r} is not a safetensors file: {error}", "path", str(path)
+            f"path: {str(path)!r} is not a safetensors file: {error}",
+            "path",
+            str(path),
         ) from None
 
 
 def _tap(said: Mapping[str, str]) -> Tap | None:
-    layer = said.get("layer", "")
-    return (int(layer), said.get("hook", "post_block")) if layer.isdigit() else None
+    """The place in a file's metadata, which `_check_said` has checked."""
+    if "layer" not in said:
+        return None
+    hook = hook_name(said.get("hook", "post_block"))
+    assert hook is not None, "the metadata was not checked"
+    return int(said["layer"]), hook
+
+
+def _check_said(name: str, path: Path, said: Mapping[str, str]) -> None:
+    """Refuse metadata that would otherwise be ignored.
+
+    Raises:
+        ReadoutValidationError: naming the entry and what it may be.
+
+    """
+    hook = said.get("hook", "post_block")
+    wrong = {
+        "layer": "layer" in said and layer_index(said["layer"]) is None,
+        "hook": hook_name(hook) is None or ("hook" in said and "layer" not in said),
+        **{
+            flag: said.get(flag, "true") not in ("true", "false")
+            for flag in ("cosine", "residual")
+        },
+    }
+    for entry in (entry for entry, is_wrong in wrong.items() if is_wrong):
+        raise fail(
+            f"{name}: the metadata's {entry} {said.get(entry)!r} has no meaning; layer "
+            f"is a 0-based index, hook one of {list(OWN)} and needs a layer, cosine "
+            "and residual are true or false",
+            "path",
+            str(path),
+        )
 
 
 def _from_safetensors(name: str, path: Path) -> Module | None:
@@ -321,13 +399,14 @@ def _from_safetensors(name: str, path: Path) -> Module | None:
     tensors = load_file(path)
     for label, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise fail(f"{name}: {label} holds NaN or infinity", name, str(path))
+            raise fail(f"{name}: {label} holds NaN or infinity", "path", str(path))
     kind = said.get("kind")
+    _check_said(name, path, said)
     if kind == "probe":
         return _probe(name, path, said, tensors)
     if kind == "translator":
         return _translator(name, path, said, tensors)
-    raise fail(f"{name}: kind {kind!r} is not probe or translator", name, str(path))
+    raise fail(f"{name}: kind {kind!r} is not probe or translator", "path", str(path))
 
 
 def _probe(
@@ -335,24 +414,37 @@ def _probe(
 ) -> ProbeModule:
     vectors = tensors.get("vectors")
     if vectors is None or vectors.ndim != 2 or not vectors.numel():
-        raise fail(f"{name}: it has no vectors [k, hidden_size]", name, str(path))
+        raise fail(f"{name}: it has no vectors [k, hidden_size]", "path", str(path))
+    if unknown := sorted(tensors.keys() - {"vectors", "bias", "threshold"}):
+        raise fail(
+            f"{name}: {unknown[0]!r} is none of a probe's tensors vectors, bias and "
+            "threshold",
+            "path",
+            str(path),
+        )
     k = vectors.shape[0]
     bias, threshold = tensors.get("bias"), tensors.get("threshold")
     for label, one in (("bias", bias), ("threshold", threshold)):
         if one is not None and tuple(one.shape) != (k,):
             raise fail(
                 f"{name}: {label} has the shape {list(one.shape)}, not [{k}]",
-                name,
+                "path",
                 str(path),
             )
     activation = said.get("activation", "none")
-    if activation not in ACTIVATIONS or (
-        activation == "jumprelu" and threshold is None
-    ):
+    jumps = activation == "jumprelu"
+    if activation not in ACTIVATIONS or jumps != (threshold is not None):
         raise fail(
             f"{name}: the activation {activation!r} is none of {list(ACTIVATIONS)}, "
-            "or jumprelu without thresholds",
-            name,
+            "or jumprelu without thresholds, or another with them",
+            "path",
+            str(path),
+        )
+    cosine = said.get("cosine") == "true"
+    if cosine and not bool(vectors.any(dim=1).all()):
+        raise fail(
+            f"{name}: a vector of zeros has no direction, which cosine needs",
+            "path",
             str(path),
         )
     return ProbeModule(
@@ -360,7 +452,7 @@ def _probe(
         bias=torch.zeros(k) if bias is None else bias.float(),
         threshold=None if threshold is None else threshold.float(),
         activation=activation,
-        cosine=said.get("cosine") == "true",
+        cosine=cosine,
     )
 
 
@@ -374,7 +466,7 @@ def _translator(
         if not layer.isdigit() or part not in ("weight", "bias"):
             raise fail(
                 f"{name}: {label!r} is not named LAYER.weight or LAYER.bias",
-                name,
+                "path",
                 str(path),
             )
         (weights if part == "weight" else biases)[int(layer)] = tensor
@@ -385,7 +477,7 @@ def _translator(
         raise fail(
             f"{name}: weights must be square and of one width, and biases as wide; "
             f"the shapes are {sorted(shapes)}",
-            name,
+            "path",
             str(path),
         )
     return TranslatorModule(

@@ -11,6 +11,9 @@ from vllm.v1.readouts.plan import Readout, ReadoutPart, Tap
 
 Array = np.ndarray[Any, Any]
 
+MOST_ERRORS = 4
+"""Most different errors that a result names."""
+
 
 @dataclass(slots=True)
 class ReadoutResult:
@@ -34,7 +37,7 @@ class ReadoutResult:
 
     kind: str
     positions: list[int] = field(default_factory=list)
-    """Token positions, ascending."""
+    """Token positions of the arrays, ascending."""
     taps: tuple[Tap, ...] = ()
     """`(layer, hook point)`, in the order of the arrays."""
     arrays: dict[str, Array] = field(default_factory=dict)
@@ -74,17 +77,19 @@ def joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> Readout
     for part in parts:
         part.unpack()
     result = ReadoutResult(readout.kind, taps=readout.taps)
-    errors = sorted({part.error for part in parts if part.error})
     kept = [_cut(part, stop) for part in parts if part.start < stop]
-    for part in kept:
-        result.positions += range(part.start, part.start + part.count)
+    errors = sorted({part.error for part in kept if part.error})
     good = [part for part in kept if part.arrays]
+    for part in good:
+        result.positions += range(part.start, part.start + part.count)
     if readout.reduce != "none":
         if good:
             result.arrays["rows"] = _reduced(readout.reduce, good)
     else:
         for name in good[0].arrays if good else ():
             result.arrays[name] = np.concatenate([one.arrays[name] for one in good])
+    if len(errors) > MOST_ERRORS:
+        errors[MOST_ERRORS:] = [f"and {len(errors) - MOST_ERRORS} more"]
     result.error = "; ".join(errors) or None
     return result
 

@@ -4,6 +4,8 @@
 import json
 from typing import Any
 
+from vllm.v1.residual.bounds import shown
+
 MAX_DEPTH = 64
 """Maximum nesting of lists and dicts."""
 MAX_CONTAINERS = 1 << 17
@@ -44,6 +46,23 @@ def fault_of(data: Any) -> str | None:
     return None
 
 
+def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON parser's pairs, to be passed as `object_pairs_hook`.
+
+    Parsers keep the last of equal keys, so the others would be ignored.
+
+    Raises:
+        ValueError: a key is given twice.
+
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"it has the key {shown(twice)} twice in one object")
+    return found
+
+
 def parse_text(text: str) -> Any:
     """Parse JSON that a client sends within a text.
 
@@ -56,7 +75,7 @@ def parse_text(text: str) -> Any:
             f"it has more than {MAX_TEXT_VALUES} values; send arrays as base64"
         )
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=unique_object)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if fault := fault_of(data):

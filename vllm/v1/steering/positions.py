@@ -78,9 +78,11 @@ def missed(spans: Spans, num_prompt: int, possible: range) -> int | None:
 
 
 def describe_positions(spans: Spans | None) -> object:
-    """Positions in the form of a response: a list, the last k, or ranges."""
+    """Positions in the form of a response: a list, the last k, ranges, or a name."""
     if spans is None:
         return None
+    if spans == NAMED["all_prompt"]:
+        return "all_prompt"
     if sum(stop - first for first, stop in spans) <= _LISTED:
         return [p for first, stop in spans for p in range(first, stop)]
     if counts_back(spans):

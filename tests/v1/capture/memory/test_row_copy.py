@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled copy and torch's copy give the same result."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.memory import row_copy
-from vllm.v1.capture.memory.row_copy import RowCopy, copy_all, copy_rows, shares
+from vllm.v1.capture.memory.row_copy import (
+    RowCopy,
+    copy_all,
+    copy_rows,
+    in_parallel,
+    shares,
+)
 from vllm.v1.residual import native
 
 WIDTH, ROWS = 3, 60
@@ -99,3 +106,22 @@ def test_threads_get_about_equal_shares(rows: list[int], size: int) -> None:
     assert all(size <= length for length in lengths[:-1])
     largest = max(target.nbytes for part in parts for target, _ in part)
     assert largest <= size + 2 and all(length < size + largest for length in lengths)
+
+
+def test_a_failure_waits_for_the_other_tasks() -> None:
+    """They may use what the caller frees then."""
+    ended = []
+
+    def fail() -> None:
+        raise OSError("no memory")
+
+    def slow() -> None:
+        time.sleep(0.1)
+        ended.append(True)
+
+    with copying_threads(3):
+        for tasks in ([fail, slow, slow], [slow, fail, slow]):
+            ended.clear()
+            with pytest.raises(OSError, match="no memory"):
+                in_parallel(tasks)
+            assert len(ended) == 2

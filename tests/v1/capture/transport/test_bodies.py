@@ -4,7 +4,9 @@ import email.policy
 import json
 from collections.abc import Mapping
 from email.parser import BytesParser
+from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.v1.capture.transport import bodies
 from vllm.v1.capture.transport.bodies import (
     FORMS,
     PIECE_BYTES,
+    SMALL,
     Body,
     as_arrow,
     as_json,
     as_multipart,
     as_safetensors,
+    coalesced,
     form_for,
 )
 from vllm.v1.capture.transport.parts import Part, Reference, described
@@ -84,6 +89,27 @@ def test_large_parts_are_made_piece_by_piece() -> None:
     reply = json.loads(b"".join(pieces))
     data = base64.b64decode(reply["capture_results"]["inline"][0]["data"])
     assert data == bytes(parts[0].data)
+
+
+@given(st.lists(st.integers(0, 6)))
+def test_small_pieces_are_joined(sizes: list[int]) -> None:
+    with patch.object(bodies, "SMALL", 4):
+        given_pieces = [bytes([size]) * size for size in sizes]
+        joined = list(coalesced(given_pieces))
+    assert b"".join(joined) == b"".join(given_pieces) and all(joined)
+    for one, other in pairwise(joined):
+        assert max(len(one), len(other)) >= 4
+
+
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"application/json"}))
+def test_binary_forms_hold_large_rows_without_a_copy(form: str) -> None:
+    parts = [part(number, 3, width=SMALL) for number in range(2)]
+    body = FORMS[form](tell(parts), parts)
+    assert body.is_ready and body.size is not None
+    pieces = list(body.pieces)
+    assert sum(map(len, pieces)) == body.size and len(pieces) <= 5
+    places = {np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces}
+    assert {one.rows.data_ptr() for one in parts} <= places
 
 
 @pytest.mark.parametrize("encoding", [None, "zstd"])

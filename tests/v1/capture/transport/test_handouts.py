@@ -5,12 +5,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm.v1.capture.transport import handouts
-from vllm.v1.capture.transport.handouts import Handouts
+from vllm.v1.capture.transport.handouts import (
+    Handout,
+    Handouts,
+    aligned_bytes,
+    shared_out,
+)
 from vllm.v1.capture.transport.parts import Part
 
 MOST = 1 << 20
@@ -30,6 +38,12 @@ def part(number: int, rows: int = 3) -> Part:
     return Part(f"inline/{number}_x", number, "x", tensor, *facts)
 
 
+def entry(handout: Handout, of: Part) -> Any:
+    told = handout.refer(of)
+    assert told is not None
+    return told["shm"]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_another_process_maps_what_was_handed_out(
     made: Handouts, threads: int, monkeypatch: pytest.MonkeyPatch
@@ -37,9 +51,10 @@ def test_another_process_maps_what_was_handed_out(
     monkeypatch.setattr(handouts, "threads_for", lambda size: threads)
     parts = [part(0), part(1, 5)]
     handout = made.make(parts)
-    assert handout is not None
+    assert handout is not None and len(handout.files) == threads
+    assert handout.refer(part(2)) is None
     for one in parts:
-        where = handout.refer(one)["shm"]
+        where = entry(handout, one)
         read = (
             "import mmap, sys\n"
             f"with open({where['path']!r}, 'rb') as file:\n"
@@ -50,10 +65,21 @@ def test_another_process_maps_what_was_handed_out(
         assert subprocess.check_output(command) == bytes(one.data)
 
 
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 5))
+def test_each_thread_has_about_as_much_to_write(sizes: list[int], count: int) -> None:
+    parts = [part(number, rows) for number, rows in enumerate(sizes)]
+    groups = shared_out(parts, count)
+    assert [one for group in groups for one in group] == parts
+    assert 1 <= len(groups) <= count
+    most = max(map(aligned_bytes, parts), default=0)
+    fair = sum(map(aligned_bytes, parts)) / count
+    assert all(sum(map(aligned_bytes, group)) <= fair + most for group in groups)
+
+
 def test_nobody_can_change_what_was_handed_out(made: Handouts) -> None:
     handout = made.make([part(0)])
     assert handout is not None
-    path = handout.refer(part(0))["shm"]["path"]
+    path = entry(handout, part(0))["path"]
     with open(path, "r+b", buffering=0) as file:
         with pytest.raises(OSError, match="not permitted"):
             file.write(b"x")
@@ -67,7 +93,7 @@ def test_what_is_mapped_stays_whole_after_it_was_freed(made: Handouts) -> None:
     one = part(0)
     handout = made.make([one])
     assert handout is not None
-    path = handout.refer(one)["shm"]["path"]
+    path = entry(handout, one)["path"]
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     assert made.free(handout.token) and not made.free(handout.token)
@@ -95,17 +121,17 @@ def test_a_handout_that_is_not_freed_is_closed_in_time(
     assert made.held_bytes == 0
 
 
+@pytest.mark.parametrize("name", ["ftruncate", "pwritev"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_no_memory_means_that_the_answer_is_sent_as_usual(
-    made: Handouts, threads: int, monkeypatch: pytest.MonkeyPatch
+    made: Handouts, threads: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handouts, "threads_for", lambda size: threads)
 
-    def full(*arguments: int) -> None:
+    def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
     files = len(os.listdir("/proc/self/fd"))
-    for name in ("posix_fallocate", "ftruncate"):
-        monkeypatch.setattr(handouts.os, name, full)
-    assert made.make([part(0)]) is None
+    monkeypatch.setattr(handouts.os, name, full)
+    assert made.make([part(0), part(1)]) is None
     assert made.held_bytes == 0 and len(os.listdir("/proc/self/fd")) == files

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows are passed between processes by handle, and their memory is returned."""
 
+import asyncio
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import current_thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -107,6 +109,34 @@ def test_rows_arrive_by_handle_and_are_lent_until_the_last_view_is_gone(
     assert torch.equal(view, torch.full((1, WIDTH), 1005.0))
     del view
     pair.wait_until_free()
+
+
+def test_an_event_loop_leaves_the_unmapping_to_a_thread(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.wait_until_free()
+    threads: list[str] = []
+    drop = borrower.Connection.drop
+
+    def dropped(connection: borrower.Connection, lease: int) -> None:
+        threads.append(current_thread().name)
+        drop(connection, lease)
+
+    monkeypatch.setattr(borrower.Connection, "drop", dropped)
+    rows = pair.rows()
+    held = [rows]
+    del rows
+
+    async def forget() -> None:
+        held.clear()
+        gc.collect()
+
+    asyncio.run(forget())
+    pair.wait_until_free()
+    assert threads == ["capture-unmap"]
+    pair.rows()
+    pair.wait_until_free()
+    assert threads == ["capture-unmap", current_thread().name]
 
 
 def test_writes_of_a_caller_are_private(pair: Pair) -> None:
@@ -246,6 +276,22 @@ def test_nobody_listening_means_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = lender.Lender("ipc:///tmp/nowhere")
     assert found(torch.zeros(100, WIDTH)) is None
     assert found.sent_bytes == 100 * WIDTH * 4
+
+
+def test_why_is_logged_with_the_first_rows_and_not_for_counters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At its end, a worker may send its last counters to a front end that is gone."""
+    said: list[str] = []
+    monkeypatch.setattr(lender.logger, "warning", lambda text, *_: said.append(text))
+    alone = lender.Lender("ipc:///nobody")
+    alone.new_message()
+    alone.collect()
+    assert alone(torch.zeros(8)) is None and not said
+    for _ in range(2):
+        assert alone(torch.zeros(lender.LEAST_LENT)) is None
+    assert len(said) == 1 and "copied to the front end" in said[0]
+    assert alone.sent_bytes == 32 + 2 * 4 * lender.LEAST_LENT
 
 
 def test_nothing_is_left_in_shared_memory_folders() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind, compared with the same arithmetic on Transformers' rows."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,57 @@ def test_custom_readouts_by_name_and_as_functions(
     assert len(logged) == 2, "a kind of readout is logged once, with its traceback"
     with pytest.raises(ValueError, match="must be a Python function"):
         read_out(engine, [prompt(3)], {"x": hooks | {"fn": "print"}})
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="readouts.x.fn: cannot be sent"):
+        read_out(engine, [prompt(3)], {"x": hooks | {"fn": lambda *_: lock}})
+
+
+def test_what_a_custom_readout_returns_affects_its_own_result_only(
+    engine: CapturedEngine,
+) -> None:
+    buffer = torch.zeros(64, 128)
+
+    def fails_at_times(rows, context):
+        if context.positions[0] % 2:
+            raise ValueError(f"not at {context.positions[0]}")
+        return torch.tensor(context.positions)
+
+    def changes_shape(rows, context):
+        return torch.zeros(len(rows), 1 + (context.positions[0] > 0))
+
+    def reuses_memory(rows, context):
+        own = buffer[: len(rows)]
+        own[:] = torch.tensor(context.positions)[:, None]
+        return own
+
+    returned: dict[str, Any] = {
+        "shaped": changes_shape,
+        "sparse": lambda rows, context: torch.eye(len(rows)).to_sparse(),
+        "complex": lambda rows, context: rows.sum((1, 2)).to(torch.complex64),
+        "number": lambda rows, context: torch.tensor(1.0),
+        "odd": lambda rows, context: rows.sum((1, 2)).to(torch.float8_e4m3fn),
+        "at times": fails_at_times,
+        "reused": reuses_memory,
+    }
+    hooks = {"hooks": {"post_block": [1]}, "positions": "all", "kind": "custom"}
+    spec = {name: hooks | {"fn": fn} for name, fn in returned.items()}
+    spec["own"] = {"kind": "norm", "hooks": {"post_block": [1]}, "positions": "all"}
+    never = [{"readout": "reused", "index": 128, "above": 0.0}]
+    (output,) = read_out(engine, [prompt(6)], spec, max_tokens=14, stop_when=never)
+    found = output.readouts
+    everything = list(range(19))
+    close(found["own"]["norm"], stream(engine, output)[:-1, 1:2].norm(dim=-1))
+    assert found["own"].positions == everything
+    assert "[2] for a token, and [1] before" in found["shaped"].error
+    assert found["shaped"].positions == everything[:6], "those that have values"
+    refused = {"sparse": "not a dense", "complex": "not real", "number": "dimension"}
+    for name, why in refused.items():
+        assert why in found[name].error and not found[name].positions
+    assert found["odd"].error is None and found["odd"]["values"].dtype == np.float32
+    some = found["at times"]
+    assert some.positions == [*range(6), *range(6, 19, 2)]
+    assert some["values"].tolist() == some.positions
+    assert some.error.count("ValueError: not at ") == 4
+    assert some.error.endswith("; and 2 more")
+    assert found["reused"]["values"][:, 0].tolist() == everything
+    assert "it has no value 128" in found["reused"].error

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any value at a key of a readout is parsed, or refused with a short message."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,7 +69,12 @@ def test_whatever_a_key_says_is_read_or_refused(kind: str) -> None:
 NAMED = ModuleInfo(name="d", kind="probe", path="", width=4, size=1)
 IGNORED: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("layer", {"layer": layer}) for layer in ("all", "0-1", "0,2")),
-    *(("vectors", {"vectors": [row]}) for row in (["1"] * 4, [True] * 4)),
+    *(("layer", {"layer": layer}) for layer in (9, -1, True, None, [1, 2])),
+    *(("hook", {"hook": hook}) for hook in ("mlp_in", "middle", 3)),
+    *(
+        ("vectors", {"vectors": [row]})
+        for row in (["1"] * 4, [True] * 4, [True, 1.0, 1.0, 1.0])
+    ),
     *(("bias", {"bias": bias}) for bias in (1e300, [10**40])),
     ("threshold", {"activation": "jumprelu", "threshold": 1e300}),
     ("vectors", {"probe": "d"}),
@@ -97,6 +103,35 @@ def test_whatever_a_stop_condition_says_is_read_or_refused(key: str) -> None:
             parse_stops([rule], [readout], CONTEXT, {})
         except ReadoutValidationError as error:
             assert len(str(error)) < 3000
+
+
+TOP_K = ModuleInfo(name="k", kind="sae", path="", width=4, size=9, active=4)
+RULES: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+    ({"sae": "free"}, {}, "name the feature"),
+    ({"sae": "free"}, {"index": 5}, "give the readout"),
+    ({"sae": "k", "top_k": 3}, {"index": 5}, "give the readout"),
+    ({"sae": "k", "top_k": 3}, {"index": 9}, "0 to 8"),
+    ({"sae": "free", "features": [5, 6]}, {}, "name the feature"),
+    ({"sae": "free", "features": [5]}, {}, ""),
+    ({"sae": "k", "top_k": 4}, {"index": 5}, ""),
+)
+
+
+@pytest.mark.parametrize(("more", "rule", "said"), RULES)
+def test_a_feature_that_ends_a_request_is_one_that_is_read(
+    more: dict[str, Any], rule: dict[str, Any], said: str
+) -> None:
+    modules = {"k": TOP_K, "free": replace(TOP_K, name="free", active=None)}
+    server = Server(modules, vocab_size=1280, max_top_k=64)
+    spec = {"kind": "sae", "layer": 1, **more}
+    readout = parse_readout("n", spec, CONTEXT, server)
+    rules = [{"readout": "n", "above": 1.0, **rule}]
+    if not said:
+        assert parse_stops(rules, [readout], CONTEXT, modules)[0].index == 5
+        return
+    with pytest.raises(ReadoutValidationError, match=said) as caught:
+        parse_stops(rules, [readout], CONTEXT, modules)
+    assert caught.value.parameter == "stop_when.index"
 
 
 @pytest.mark.parametrize("kind", ["probe", "lens"])

@@ -63,6 +63,7 @@ def edited(positions: Any) -> dict[str, Any]:
         (DECODE, [4], "4"),
         (DECODE, [-1], "-1"),
         (DECODE, {"last": 2}, "-2"),
+        (DECODE, "all_prompt", "all_prompt"),
     ],
 )
 def test_positions_without_a_token_are_refused(

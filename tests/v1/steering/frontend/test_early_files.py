@@ -15,6 +15,8 @@ from vllm.v1.readouts.modules import save_probe
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.engine_args import steering_config
 
+OUT = {"op": "project_out", "vector": [1.0] * 4}
+
 
 def model(width: int = 4, layers: int = 3) -> Any:
     return SimpleNamespace(
@@ -23,6 +25,7 @@ def model(width: int = 4, layers: int = 3) -> Any:
         revision=None,
         hf_config=LlamaConfig(hidden_size=width, num_attention_heads=1),
         dtype=torch.float32,
+        max_model_len=64,
         get_hidden_size=lambda: width,
         get_total_num_hidden_layers=lambda: layers,
     )
@@ -46,6 +49,10 @@ def arguments(path: str) -> Any:
         ({"vectors": {"middle": {"2": [1.0] * 4}}}, "middle"),
         ({"vectors": {"post_block": {"2": [1e39] * 4}}}, "finite"),
         ({"other": {}}, "keys"),
+        ({"vectors": {"post_block": {"2": [OUT] * 9}}}, "allows 8"),
+        ({"decode_vectors": {"post_block": {"2": OUT | {"positions": [-1]}}}}, "end"),
+        ({"vectors": {"post_block": {"2": OUT | {"positions": [64]}}}}, "at 64"),
+        ({"vectors": {"post_block": {"2": OUT | {"positions": [-64]}}}}, ""),
     ],
 )
 def test_what_the_model_could_not_take_stops_the_start(
@@ -59,6 +66,17 @@ def test_what_the_model_could_not_take_stops_the_start(
     with pytest.raises(SteeringValidationError, match=said) as found:
         steering_config(arguments(str(file)), model())
     assert "--steering-modules calm=" in str(found.value)
+
+
+def test_files_are_checked_against_the_servers_limits(tmp_path: Path) -> None:
+    file = tmp_path / "calm.json"
+    file.write_text(json.dumps({"vectors": {"post_block": {"2": [OUT] * 9}}}))
+    given = arguments(str(file))
+    given.max_steering_ops = 9
+    assert steering_config(given, model()).max_operations == 9
+    given.steering_bank_mib = 0
+    with pytest.raises(SteeringValidationError, match="--steering-bank-mib"):
+        steering_config(given, model())
 
 
 def test_a_file_that_is_not_there_stops_the_start(tmp_path: Path) -> None:

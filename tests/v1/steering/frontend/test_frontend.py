@@ -65,6 +65,7 @@ def test_of_several_modules_a_wrong_one_is_named(
         model_config=SimpleNamespace(
             get_hidden_size=lambda: 2,
             dtype=torch.float32,
+            max_model_len=64,
             get_total_num_hidden_layers=lambda: 1,
         ),
         parallel_config=ParallelConfig(),

@@ -123,6 +123,9 @@ def test_what_acts_on_generated_tokens_only_goes_to_their_tier() -> None:
         ({"post_block": {1: None}}, "list of numbers"),
         ({"post_block": {1: ["1"] * 4}}, "list of numbers"),
         ({"post_block": {1: [True] * 4}}, "list of numbers"),
+        ({"post_block": {1: [True, 2.0, 3.0, 4.0]}}, "list of numbers"),
+        ({"post_block": {1: [np.True_, 2.0, 3.0, 4.0]}}, "list of numbers"),
+        ({"post_block": {1: [{"vector": ONE}, ONE]}}, "objects only"),
         ({"post_block": {1: [float("nan")] * 4}}, "finite"),
         ({"post_block": {1: [float("inf")] * 4}}, "finite"),
         ({"post_block": {1: [70000.0] * 4}}, "finite in torch.float16"),
@@ -161,6 +164,7 @@ def test_the_place_of_a_probe_may_be_an_address() -> None:
     probe = {"probe": [1.0, 0.0, 0.0, 0.0][:WIDTH], "above": 0.5}
     places = [
         {"layer": 0, "hook": "post_attn"},
+        {"layer": "0", "hook": "post_attn"},
         {"layer": 0, "hook": "resid_mid"},
         {"hook": "blocks.0.hook_resid_mid"},
     ]
@@ -168,8 +172,9 @@ def test_the_place_of_a_probe_may_be_an_address() -> None:
         parse({"post_block": {1: {"vector": ONE, "when": probe | place}}})
         for place in places
     ]
-    assert read[1].operations == read[2].operations == read[0].operations
+    assert all(one.operations == read[0].operations for one in read)
     assert read[0].operations
-    with pytest.raises(SteeringValidationError, match="where the probe reads"):
-        when = probe | {"layer": 1, "hook": "resid_mid.0"}
-        parse({"post_block": {1: {"vector": ONE, "when": when}}})
+    for layer in (1, True, "x", -1, 9):
+        with pytest.raises(SteeringValidationError, match="where the probe reads"):
+            when = probe | {"layer": layer, "hook": "resid_mid.0"}
+            parse({"post_block": {1: {"vector": ONE, "when": when}}})

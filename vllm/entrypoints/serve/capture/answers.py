@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
 
+from vllm.entrypoints.serve.capture.sending import RowsResponse
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
 from vllm.v1.capture.frontend.unsent import current_response
@@ -79,8 +79,10 @@ class Document:
         if self._handout is None:
             return
         self.parts = [part for part in self.parts if part.transport != "shm"]
-        # Also if this server gets no other request.
-        asyncio.get_running_loop().call_later(KEPT_SECONDS + 1, HANDOUTS.expire)
+        # Also if this server gets no other request. The kernel frees the memory on the
+        # thread that closes a file.
+        loop = asyncio.get_running_loop()
+        loop.call_later(KEPT_SECONDS + 1, _threads.submit, HANDOUTS.expire)
 
     def tell(self, reference: Reference) -> Mapping[str, Any]:
         """The whole response as JSON-serialisable data.
@@ -92,9 +94,8 @@ class Document:
         handout = self._handout
 
         def refer(part: Part) -> dict[str, Any]:
-            if handout is not None and part.name in handout.offsets:
-                return handout.refer(part)
-            return reference(part)
+            shared = None if handout is None else handout.refer(part)
+            return reference(part) if shared is None else shared
 
         def show(name: str, payload: RowsByTap) -> list[dict[str, Any]]:
             return [described(part, refer) for part in parts_of_payload(name, payload)]
@@ -111,7 +112,7 @@ def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:
 
 async def answer(
     response: Any, request: Request, headers: Mapping[str, str] | None
-) -> StreamingResponse:
+) -> RowsResponse:
     """The HTTP response to a request whose results carry rows."""
     document = Document(response)
     await document.hand_out()
@@ -119,7 +120,7 @@ async def answer(
     body = await _on_thread(partial(FORMS[form], document.tell, document.parts))
     sized = {} if body.size is None else {"Content-Length": str(body.size)}
     pieces = ready(body.pieces) if body.is_ready else made_on_threads(body.pieces)
-    return StreamingResponse(
+    return RowsResponse(
         pieces,
         media_type=body.media_type,
         headers={**(headers or {}), **sized},

@@ -146,8 +146,11 @@ def _capture(request: Request) -> NoCapture:
 
 
 @router.delete("/shm/{token}")
-async def free_answer(token: str) -> JSONResponse:
-    """Free an answer in shared memory; existing mappings of the client stay valid."""
+def free_answer(token: str) -> JSONResponse:
+    """Free an answer in shared memory; existing mappings of the client stay valid.
+
+    On a thread: the kernel clears up what the client has not mapped.
+    """
     if not HANDOUTS.free(token):
         raise HTTPException(
             HTTPStatus.NOT_FOUND,

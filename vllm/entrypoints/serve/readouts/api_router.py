@@ -57,7 +57,7 @@ async def register_module(request: Request) -> JSONResponse:
 @mutating.post("/readouts/modules/unregister")
 async def unregister_module(request: Request) -> JSONResponse:
     """Unregister a probe or a translator."""
-    return await _unregister(request)
+    return await _unregister(request, "module")
 
 
 @mutating.post("/sae/register")
@@ -69,7 +69,7 @@ async def register_sae(request: Request) -> JSONResponse:
 @mutating.post("/sae/unregister")
 async def unregister_sae(request: Request) -> JSONResponse:
     """Unregister a sparse autoencoder."""
-    return await _unregister(request)
+    return await _unregister(request, "sae")
 
 
 async def _modules(request: Request, saes: bool) -> Answer:
@@ -89,18 +89,18 @@ async def _register(request: Request, kind: str) -> JSONResponse:
         body.get("name"),
         body.get("path"),
         body.get("layer"),
-        body.get("hook", "post_block"),
+        body.get("hook"),
         replace,
         kind,
     )
     return JSONResponse({"status": "ok", "name": body["name"], **described})
 
 
-async def _unregister(request: Request) -> JSONResponse:
+async def _unregister(request: Request, kind: str) -> JSONResponse:
     if (refused := refusal(request)) is not None:
         return refused
     body = await read_object(request, ("name",), fail)
-    await _engine(request).unregister_readout_module(body.get("name"))
+    await _engine(request).unregister_readout_module(body.get("name"), kind)
     return JSONResponse({"status": "ok", "name": body["name"]})
 
 

@@ -83,7 +83,7 @@ ENTRY: Schema = {
         **dict.fromkeys(("vector", "target", "mask", "bias", "threshold"), ARRAY),
         **dict.fromkeys(("vectors", "plane", "read", "write"), MATRIX),
         **dict.fromkeys(("scale", "min", "max", "value", "strength"), NUMBER),
-        "alpha": {"type": "number", "minimum": 0, "maximum": 1},
+        "alpha": NUMBER,
         "degrees": NUMBER,
         "activation": {"enum": list(ACTIVATIONS)},
         "norm_match": {"type": "boolean"},

@@ -28,6 +28,7 @@ from vllm.entrypoints.serve.utils.json_structure import (
     scanned,
     too_large,
 )
+from vllm.v1.residual.plain_data import unique_object
 
 INLINE_BYTES = 1 << 16
 """Bodies up to this size are parsed in one go, in about a millisecond."""
@@ -51,7 +52,8 @@ def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
         limits: bounds on the size and number of its parts.
 
     Raises:
-        BodyError: the body exceeds a limit, or has a lone surrogate.
+        BodyError: the body exceeds a limit, has a lone surrogate, or a key twice in
+            one object.
         ValueError: the body is not JSON.
 
     """
@@ -83,7 +85,14 @@ def _whole_number(text: str) -> int:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole_number)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    try:
+        return unique_object(pairs)
+    except ValueError as error:
+        raise BodyError(str(error)) from None
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole_number, object_pairs_hook=_object)
 
 
 def _loads(raw: bytes) -> Any:

@@ -136,7 +136,7 @@ def refuse_unknown(
     """
     for name in sorted(one for one in names if isinstance(one, str)):
         remedy = FOREIGN.get(name)
-        if remedy is None and not any(word in name.lower() for word in WORDS):
+        if remedy is None and not _resembles_ours(name):
             continue
         shown = name if len(name) <= 60 else name[:57] + "..."
         where = f"{inside}.{shown}" if inside else shown
@@ -145,6 +145,14 @@ def refuse_unknown(
             f"{where}: there is no such field, and nothing is ignored; "
             f"{remedy or _meant(name, known)}",
         )
+
+
+def _resembles_ours(name: str) -> bool:
+    """Whether an unknown field is probably one of ours, misspelt."""
+    lower = name.lower()[:60]
+    if any(word in lower for word in WORDS):
+        return True
+    return bool(difflib.get_close_matches(lower, ("stop_when",), cutoff=0.8))
 
 
 def refuse_args(args: Any, inside: str = "extra_args") -> None:

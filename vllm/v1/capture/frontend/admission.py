@@ -40,6 +40,7 @@ from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
 )
+from vllm.v1.readouts.engine_args import check_places
 from vllm.v1.readouts.frontend.admission import (
     ReadoutAdmission,
     reader_of,
@@ -92,6 +93,7 @@ class Admission:
         self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
         self.readouts = ReadoutAdmission(vllm_config)
+        check_places(vllm_config)
         self.readouts.steps = tuple(
             (one.instance_name, build_consumer(one, vllm_config).global_capture_spec())
             for one in vllm_config.capture_config.step_consumers

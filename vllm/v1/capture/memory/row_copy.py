@@ -11,9 +11,9 @@ serving. Each call of torch releases the GIL. The engine's thread is delayed by 
 time another thread takes it back, so copies are batched into as few calls as possible.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache, partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -100,9 +100,24 @@ def copy_all(copies: Sequence[Copy]) -> None:
     if count < 2:
         _copy_some(copies)
         return
-    first, *others = shares(copies, cdiv(total, count))
-    futures = [_pool().submit(_copy_share, share) for share in others]
-    _copy_some(first)
+    in_parallel(
+        [partial(_copy_share, share) for share in shares(copies, cdiv(total, count))]
+    )
+
+
+def in_parallel(tasks: Sequence[Callable[[], object]]) -> None:
+    """Run tasks on as many threads; one of them is the caller's.
+
+    Args:
+        tasks: as many as `threads_for` returns, or less.
+
+    """
+    first, *others = tasks
+    futures = [_pool().submit(task) for task in others]
+    try:
+        first()
+    finally:
+        wait(futures)
     for future in futures:
         future.result()
 
@@ -156,4 +171,4 @@ def num_threads() -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(num_threads() - 1, "capture-copy")
+    return ThreadPoolExecutor(max(num_threads() - 1, 1), "capture-copy")

@@ -7,7 +7,8 @@ reads.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from secrets import token_hex
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +19,9 @@ import pybase64
 from vllm.v1.capture.transport.parts import Part, Reference
 
 PIECE_BYTES = 3 << 20
-"""Maximum bytes of rows per piece, a multiple of 3 for base64."""
+"""Maximum bytes of rows that are encoded at once, a multiple of 3 for base64."""
+SMALL = 1 << 16
+"""Smaller pieces are joined: each costs the server as much time as 100 kB."""
 DTYPES = {
     "float32": "F32",
     "float16": "F16",
@@ -43,6 +46,7 @@ class Body(NamedTuple):
     size: int | None
     """Bytes of all pieces, for `Content-Length`; None if unknown in advance."""
     pieces: Iterator[Piece]
+    """Of any size: what sends them cuts large ones."""
     is_ready: bool = False
     """Whether the pieces exist already, so that the next one takes no time."""
 
@@ -84,7 +88,7 @@ def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
         length = None if part.encoding else -(-part.rows.nbytes // 3) * 4
         if size is not None:
             size = None if length is None else size + length + len(after.encode())
-    return Body("application/json", size, _spliced(begin, rest, parts))
+    return Body("application/json", size, coalesced(_spliced(begin, rest, parts)))
 
 
 def _spliced(begin: str, rest: Sequence[str], parts: Sequence[Part]) -> Iterator[Piece]:
@@ -119,7 +123,7 @@ def as_multipart(tell: Tell, parts: Sequence[Part]) -> Body:
         size += len(head(boundary, part, part.rows.nbytes)) + part.rows.nbytes + 2
     known = not any(part.encoding for part in parts)
     media_type = f"{MULTIPART}; boundary={boundary}"
-    pieces = _multipart(boundary, first, parts, last)
+    pieces = coalesced(_multipart(boundary, first, parts, last))
     return Body(media_type, size if known else None, pieces, is_ready=known)
 
 
@@ -134,7 +138,7 @@ def _multipart(
 
 def parts_of_event(boundary: str, tell: Tell, parts: Sequence[Part]) -> Iterator[Piece]:
     """The document and tensors of one event of a stream, as in `as_multipart`."""
-    return _multipart(boundary, document_part(boundary, tell), parts, b"")
+    return coalesced(_multipart(boundary, document_part(boundary, tell), parts, b""))
 
 
 def last_part(boundary: str) -> bytes:
@@ -164,7 +168,7 @@ def binary_part(boundary: str, part: Part) -> Iterator[Piece]:
     """One binary part of a multipart response."""
     data = encoded(part)
     yield head(boundary, part, len(data))
-    yield from cut(data)
+    yield data
     yield b"\r\n"
 
 
@@ -194,14 +198,8 @@ def as_safetensors(tell: Tell, parts: Sequence[Part]) -> Body:
     text = json.dumps({"__metadata__": {"response": document}, **entries}).encode()
     text += b" " * (-len(text) % 8)
     first = len(text).to_bytes(8, "little") + text
-    pieces = _after(first, parts)
+    pieces = coalesced(chain([first], (part.data for part in parts)))
     return Body("application/safetensors", len(first) + offset, pieces, is_ready=True)
-
-
-def _after(first: bytes, parts: Sequence[Part]) -> Iterator[Piece]:
-    yield first
-    for part in parts:
-        yield from cut(part.data)
 
 
 def as_arrow(tell: Tell, parts: Sequence[Part]) -> Body:
@@ -212,10 +210,13 @@ def as_arrow(tell: Tell, parts: Sequence[Part]) -> Body:
     of the field holds the `dtype`.
     """
     document = json_text(tell(lambda part: {"part": part.name}))
-    return Body("application/vnd.apache.arrow.stream", None, _arrow(document, parts))
+    pieces = list(coalesced(_arrow(document, parts)))
+    size = sum(map(len, pieces))
+    kind = "application/vnd.apache.arrow.stream"
+    return Body(kind, size, iter(pieces), is_ready=True)
 
 
-def _arrow(document: str, parts: Sequence[Part]) -> Iterator[Piece]:
+def _arrow(document: str, parts: Sequence[Part]) -> list[Piece]:
     sink = _Pieces()
     width, kind = (parts[0].rows.shape[1], parts[0].dtype) if parts else (0, "float32")
     values = pa.list_(_arrow_type(kind), width)
@@ -230,14 +231,22 @@ def _arrow(document: str, parts: Sequence[Part]) -> Iterator[Piece]:
         ],
         metadata={"response": document},
     )
+    lists: dict[int, pa.Array] = {}
     with pa.ipc.new_stream(pa.PythonFile(sink, "w"), schema) as stream:
         for part in parts:
-            stream.write_batch(_batch(part, schema))
-            yield from sink.take()
-    yield from sink.take()
+            stream.write_batch(_batch(part, schema, lists))
+    return sink.written
 
 
-def _batch(part: Part, schema: pa.Schema) -> pa.RecordBatch:
+def _batch(part: Part, schema: pa.Schema, lists: dict[int, pa.Array]) -> pa.RecordBatch:
+    """The batch of a part; `lists` has columns by the ids of the lists they are of."""
+
+    def column(values: list[Any]) -> pa.Array:
+        # Parts share these lists.
+        if id(values) not in lists:
+            lists[id(values)] = pa.array(values, pa.int64())
+        return lists[id(values)]
+
     count = len(part.rows)
     flat = pa.Array.from_buffers(
         schema.field("values").type.value_type,
@@ -245,11 +254,11 @@ def _batch(part: Part, schema: pa.Schema) -> pa.RecordBatch:
         [None, pa.py_buffer(part.data)],
     )
     columns = [
-        pa.array([part.name] * count, pa.string()),
-        pa.array([part.layer] * count, pa.int32()),
-        pa.array([part.hook] * count, pa.string()),
-        pa.array(part.positions, pa.int64()),
-        pa.array(part.token_ids, pa.int64()),
+        pa.repeat(pa.scalar(part.name, pa.string()), count),
+        pa.repeat(pa.scalar(part.layer, pa.int32()), count),
+        pa.repeat(pa.scalar(part.hook, pa.string()), count),
+        column(part.positions),
+        column(part.token_ids),
         pa.FixedSizeListArray.from_arrays(flat, type=schema.field("values").type),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
@@ -268,16 +277,16 @@ def _arrow_type(dtype: str) -> pa.DataType:
 
 
 class _Pieces:
-    """A file object whose written bytes are taken out while it is written."""
+    """A file object that keeps what is written to it, without a copy."""
 
     closed = False
 
     def __init__(self) -> None:
-        self._written: list[memoryview] = []
+        self.written: list[Piece] = []
 
     def write(self, data: Any) -> int:
-        """Called by the Arrow writer with bytes or a `pyarrow.Buffer`; not copied."""
-        self._written.append(memoryview(data))
+        """Called by the Arrow writer with bytes or a `pyarrow.Buffer`."""
+        self.written.append(memoryview(data))
         return len(data)
 
     def flush(self) -> None:
@@ -287,16 +296,24 @@ class _Pieces:
         """Called by the Arrow writer."""
         self.closed = True
 
-    def take(self) -> Iterator[Piece]:
-        written, self._written = self._written, []
-        for data in written:
-            yield from cut(data)
 
-
-def cut(data: memoryview) -> Iterator[memoryview]:
-    """Split bytes into pieces of `PIECE_BYTES`."""
-    for start in range(0, len(data), PIECE_BYTES):
-        yield data[start : start + PIECE_BYTES]
+def coalesced(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same bytes with small pieces joined, and none empty."""
+    small: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if len(piece) < SMALL:
+            small.append(piece)
+            size += len(piece)
+            if size < SMALL:
+                continue
+            piece, small, size = b"".join(small), [], 0
+        elif size:
+            yield b"".join(small)
+            small, size = [], 0
+        yield piece
+    if size:
+        yield b"".join(small)
 
 
 FORMS: dict[str, Callable[[Tell, Sequence[Part]], Body]] = {

@@ -6,6 +6,7 @@ visible to no one else. The mapping ends when the last tensor in it is freed; on
 does the worker reuse the block.
 """
 
+import asyncio
 import ctypes
 import mmap
 import os
@@ -16,6 +17,8 @@ import weakref
 from collections import deque
 from functools import cache
 from math import prod
+from queue import SimpleQueue
+from threading import Thread
 from time import monotonic
 from typing import Any, TypeAlias
 
@@ -222,8 +225,40 @@ def mapped(owner: Connection, handle: dict[str, Any]) -> Block:
         owner.drop(lease)
         return copy
     block = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(block, _unmap, owner, lease, address, size).atexit = False
+    mapping = owner, lease, address, size
+    weakref.finalize(block, _release, _unmapping(), mapping).atexit = False
     return block
+
+
+Mapping: TypeAlias = tuple[Connection, int, int, int]
+"""The owner, the lease, the address and the size of a block."""
+
+
+def _release(unmapping: "SimpleQueue[Mapping]", mapping: Mapping) -> None:
+    """Called when a block has no view left; may interrupt any code, on any thread.
+
+    The kernel takes milliseconds to unmap 100 MB, in which an event loop must serve
+    others.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        _unmap(*mapping)
+    else:
+        unmapping.put(mapping)
+
+
+@cache
+def _unmapping() -> "SimpleQueue[Mapping]":
+    """A queue of mappings that a thread ends."""
+    queue: SimpleQueue[Mapping] = SimpleQueue()
+
+    def unmap_all() -> None:
+        while True:
+            _unmap(*queue.get())
+
+    Thread(target=unmap_all, name="capture-unmap", daemon=True).start()
+    return queue
 
 
 def _unmap(owner: Connection, lease: int, address: int, size: int) -> None:

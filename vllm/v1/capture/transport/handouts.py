@@ -1,36 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of responses in shared memory, for clients on the same host.
 
-Each response has an anonymous, sealed file (`memfd_create(2)`): it has no name in a
-file system, and neither its content nor its size can change. A client opens it by its
-path in `/proc`, which the kernel permits only to the same user and root. A client's
-mapping stays valid after the file was freed here.
+Each response has anonymous, sealed files (`memfd_create(2)`): they have no name in a
+file system, and neither their content nor their size can change. A client opens them by
+their paths in `/proc`, which the kernel permits only to the same user and root. A
+client's mappings stay valid after the files were freed here.
+
+The files are written, because a write into new pages clears none of them, unlike an
+access to a mapping. The kernel lets one thread at a time write to a file, therefore
+each thread has a file of its own.
 """
 
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from secrets import token_urlsafe
 from time import monotonic
 from typing import Any
 
-import numpy as np
-import torch
-
 from vllm.logger import init_logger
+from vllm.utils.math_utils import round_up
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.memory.row_copy import copy_all, threads_for
-from vllm.v1.capture.memory.shared import populate
+from vllm.v1.capture.memory.row_copy import in_parallel, threads_for
 from vllm.v1.capture.transport.parts import Part
 
 logger = init_logger(__name__)
 
 KEPT_SECONDS = 60.0
-"""A file that its client has not freed is closed after this time."""
+"""Files that their client has not freed are closed after this time."""
 SHARE = 4
 """The files may use the host memory budget divided by this."""
 ALIGNMENT = 64
@@ -42,29 +43,52 @@ F_ADD_SEALS = 1033
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handout:
-    """The file of one response."""
+    """The files of one response."""
 
     token: str
-    """Secret with which the client frees the file."""
-    file: int
+    """Secret with which the client frees the files."""
+    files: tuple["File", ...]
+    ends: float = field(default_factory=lambda: monotonic() + KEPT_SECONDS)
+    """Monotonic time at which they expire, in seconds."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def refer(self, part: Part) -> dict[str, Any] | None:
+        """The entry in the JSON document that tells a client where the rows are.
+
+        None if they are in none of the files.
+        """
+        for file in self.files:
+            if part.name in file.offsets:
+                return {
+                    "shm": {
+                        "path": f"/proc/{os.getpid()}/fd/{file.number}",
+                        "offset": file.offsets[part.name],
+                        "nbytes": part.rows.nbytes,
+                        "token": self.token,
+                    }
+                }
+        return None
+
+    def close(self) -> None:
+        """Close the files; the memory is freed with the last mapping."""
+        for file in self.files:
+            os.close(file.number)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class File:
+    """An open file with the rows of some parts."""
+
+    number: int
     """File descriptor."""
     size: int
-    """Bytes of the file."""
+    """In bytes."""
     offsets: dict[str, int]
     """Offset in bytes of each part's rows, by the part's name."""
-    ends: float = field(default_factory=lambda: monotonic() + KEPT_SECONDS)
-    """Monotonic time at which the file expires, in seconds."""
-
-    def refer(self, part: Part) -> dict[str, Any]:
-        """The entry in the JSON document that tells a client where the rows are."""
-        return {
-            "shm": {
-                "path": f"/proc/{os.getpid()}/fd/{self.file}",
-                "offset": self.offsets[part.name],
-                "nbytes": part.rows.nbytes,
-                "token": self.token,
-            }
-        }
 
 
 class Handouts:
@@ -83,13 +107,9 @@ class Handouts:
             return sum(handout.size for handout in self._open.values())
 
     def make(self, parts: Sequence[Part]) -> Handout | None:
-        """Create a file with the rows of `parts`; None if there is no memory."""
+        """Create files with the rows of `parts`; None if there is no memory."""
         self.expire()
-        offsets, size = {}, 0
-        for part in parts:
-            offsets[part.name] = size
-            size += -(-part.rows.nbytes // ALIGNMENT) * ALIGNMENT
-        size = max(size, ALIGNMENT)
+        size = sum(map(aligned_bytes, parts))
         if self.held_bytes + size > self._most:
             logger.warning_once(
                 "Responses in shared memory take more than %d MiB: others are sent as "
@@ -98,22 +118,21 @@ class Handouts:
             )
             return None
         try:
-            file = _filled(parts, offsets, size)
+            handout = Handout(token_urlsafe(16), _written(parts, size))
         except OSError as error:
             logger.warning_once("No memory for a response: %s", error)
             return None
-        handout = Handout(token_urlsafe(16), file, size, offsets)
         with self._lock:
             self._open[handout.token] = handout
         return handout
 
     def free(self, token: str) -> bool:
-        """Close the file of a token; False if there is no such file (any more)."""
+        """Close the files of a token; False if there are none (any more)."""
         with self._lock:
             handout = self._open.pop(token, None)
         if handout is None:
             return False
-        os.close(handout.file)
+        handout.close()
         return True
 
     def expire(self) -> None:
@@ -125,37 +144,53 @@ class Handouts:
             self.free(token)
 
 
-def _filled(parts: Sequence[Part], offsets: dict[str, int], size: int) -> int:
-    file = os.memfd_create("vllm-answer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def aligned_bytes(part: Part) -> int:
+    """Bytes that the rows of a part take in a file."""
+    return round_up(part.rows.nbytes, ALIGNMENT)
+
+
+def _written(parts: Sequence[Part], size: int) -> tuple[File, ...]:
+    """Files with the rows of `parts`, which take `size` bytes."""
+    files: list[File] = []
+    shares = shared_out(parts, threads_for(size))
     try:
-        if threads_for(size) > 1:
-            _copy_in_parallel(file, parts, offsets, size)
-        else:
-            # Written, not mapped: one thread takes half the time without page faults.
-            os.ftruncate(file, size)
-            for part in parts:
-                write_all(file, [part.data], size, offsets[part.name])
-        fcntl.fcntl(file, F_ADD_SEALS, SEALS)
+        in_parallel([partial(_write, share, files) for share in shares])
     except BaseException:
-        os.close(file)
+        for file in files:
+            os.close(file.number)
         raise
-    return file
+    return tuple(files)
 
 
-def _copy_in_parallel(
-    file: int, parts: Sequence[Part], offsets: dict[str, int], size: int
-) -> None:
-    os.ftruncate(file, size)
-    # Unmapped with the last reference, when this returns: only then it can be sealed.
-    memory = np.frombuffer(mmap.mmap(file, size), dtype=np.uint8)
-    populate(file, memory)  # A missing page would raise SIGBUS later.
-    copy_all([_copy(part, memory, offsets[part.name]) for part in parts])
+def shared_out(parts: Sequence[Part], count: int) -> list[list[Part]]:
+    """Divide parts into 1 to `count` groups of about equal size, in order."""
+    groups: list[list[Part]] = [[] for _ in range(count)]
+    total = max(sum(map(aligned_bytes, parts)), 1)
+    before = 0
+    for part in parts:
+        size = aligned_bytes(part)
+        # By the middle of the part.
+        groups[min((before + size // 2) * count // total, count - 1)].append(part)
+        before += size
+    return [group for group in groups if group] or [[]]
 
 
-def _copy(part: Part, memory: Any, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = part.rows
-    target = torch.from_numpy(memory[start : start + rows.nbytes])
-    return target.view(rows.dtype).view(rows.shape), rows
+def _write(parts: Sequence[Part], files: list[File]) -> None:
+    """Write the rows of `parts` to a file, which is added to `files`."""
+    offsets: dict[str, int] = {}
+    buffers: list[memoryview] = []
+    size = 0
+    for part in parts:
+        offsets[part.name] = size
+        padding = memoryview(bytes(aligned_bytes(part) - part.rows.nbytes))
+        buffers += part.data, padding
+        size += aligned_bytes(part)
+    size = max(size, ALIGNMENT)
+    number = os.memfd_create("vllm-answer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    files.append(File(number, size, offsets))
+    os.ftruncate(number, size)
+    write_all(number, filter(None, buffers), size)  # In one call.
+    fcntl.fcntl(number, F_ADD_SEALS, SEALS)
 
 
 HANDOUTS = Handouts(BUDGET.limit // SHARE)

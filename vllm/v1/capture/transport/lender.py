@@ -61,6 +61,8 @@ class Lender(OOBTensorConsumer):
         self.sent_bytes = 0
         """Total bytes of rows sent as copies."""
         self._lock = threading.Lock()
+        self._refusal: OSError | None = None
+        """Why there is no connection, until it was logged."""
         self._peer = self._connected(address)
         self._announced: set[int] = set()
         self._leases: dict[int, torch.UntypedStorage] = {}
@@ -76,11 +78,7 @@ class Lender(OOBTensorConsumer):
                 peer.setblocking(False)
                 return peer
         except OSError as error:
-            logger.warning(
-                "Captured rows are copied to the front end, because no memory can be "
-                "shared with it: %s",
-                error,
-            )
+            self._refusal = error
         peer.close()
         return None
 
@@ -99,9 +97,21 @@ class Lender(OOBTensorConsumer):
         handle = self._handle(tensor)
         if handle is None:
             self.sent_bytes += tensor.nbytes
+            self._say_why(tensor)
         else:
             self.lent_bytes += tensor.nbytes
         return handle
+
+    def _say_why(self, tensor: torch.Tensor) -> None:
+        """Log once, with the first rows; counters may go to one that has ended."""
+        error = self._refusal
+        if error is not None and tensor.nbytes >= LEAST_LENT:
+            self._refusal = None
+            logger.warning(
+                "Captured rows are copied to the front end, because no memory can be "
+                "shared with it: %s",
+                error,
+            )
 
     def _handle(self, tensor: torch.Tensor) -> dict[str, Any] | None:
         if self._peer is None:

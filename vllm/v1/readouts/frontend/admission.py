@@ -257,8 +257,7 @@ def _stop(
         raise fail(
             "stop_when: each entry must have above, below or both", "stop_when", raw
         )
-    default = readout.features[0] if len(readout.features) == 1 else 0
-    index = raw.get("index", default)
+    index = raw["index"] if "index" in raw else _only_index(readout)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise fail("stop_when.index must count from 0", "stop_when.index", index)
     _check_index(readout, index, modules)
@@ -270,6 +269,24 @@ def _stop(
             readout.name,
         )
     return StopWhen(readout.name, bounds[0], bounds[1], index)
+
+
+def _only_index(readout: Readout) -> int:
+    """The index of a rule that has none: the only feature, or the first value.
+
+    Raises:
+        ReadoutValidationError: the readout is of several features of an SAE.
+
+    """
+    if readout.kind != "sae":
+        return 0
+    if len(readout.features) != 1:
+        raise fail(
+            f"stop_when.index: name the feature of {readout.name!r} that is compared",
+            "stop_when.index",
+            None,
+        )
+    return readout.features[0]
 
 
 def _bound(raw: Mapping[str, Any], key: str) -> float | None:
@@ -309,6 +326,16 @@ def _check_index(
             "stop_when.index",
             index,
         )
+    if readout.kind == "sae" and not readout.features:
+        active = modules[readout.module].active if readout.module in modules else None
+        if active is None or active > readout.top_k:
+            raise fail(
+                f"stop_when.index: the feature {index} of {readout.name!r} may be "
+                f"active and not among its {readout.top_k} largest; give the readout "
+                f'"features": [{index}] instead of top_k',
+                "stop_when.index",
+                index,
+            )
 
 
 def _values_of(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | None:

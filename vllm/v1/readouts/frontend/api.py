@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
-from vllm.v1.readouts.modules import ModuleInfo
+from vllm.v1.readouts.modules import ModuleInfo, check_place
 from vllm.v1.readouts.plan import Tap
-from vllm.v1.residual.addresses import resolve_tap
+from vllm.v1.residual.addresses import OWN, resolve_tap
+from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.engine_call import call_engine
+from vllm.v1.residual.selectors import layer_index
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
 from vllm.v1.steering.frontend.named import NamedFiles
 
@@ -29,7 +31,7 @@ def register(
     name: str,
     path: str,
     layer: int | None = None,
-    hook: str = "post_block",
+    hook: str | None = None,
     replace: bool = False,
 ) -> dict[str, Any]:
     """Register a probe, a translator or an SAE under a name.
@@ -38,8 +40,8 @@ def register(
         self: the engine.
         name: the name by which readouts refer to the module.
         path: a file or folder that the front end and the workers can read.
-        layer: 0-based layer of an SAE that does not state its own.
-        hook: hook point of that layer.
+        layer: 0-based layer of an SAE, in place of the one that its file states.
+        hook: hook point of that layer, `post_block` by default, or an address.
         replace: whether to replace a module of the same name.
 
     Returns:
@@ -87,7 +89,7 @@ async def async_register(
     name: str,
     path: str,
     layer: int | None = None,
-    hook: str = "post_block",
+    hook: str | None = None,
     replace: bool = False,
     kind: str = "",
 ) -> dict[str, Any]:
@@ -105,9 +107,9 @@ async def async_register(
     return info.describe()
 
 
-async def async_unregister(self: "AsyncLLM", name: str) -> None:
-    """As `unregister`."""
-    _known(self, name)
+async def async_unregister(self: "AsyncLLM", name: str, kind: str = "") -> None:
+    """As `unregister`; `kind` may restrict the module to `sae` or `module`."""
+    _known(self, name, kind)
     with _refused():
         await self.engine_core.call_utility_async("unload_readout_module", name)
     _remove(self, name)
@@ -177,15 +179,24 @@ def _remove(engine: Any, name: str) -> None:
 
 
 def _tap(layer: Any, hook: Any) -> Tap | None:
-    if isinstance(hook, str):
-        layer, hook = resolve_tap(layer, hook) or (layer, hook)
-    if layer is None:
+    """The place that is given for an SAE; None if none is."""
+    if layer is None and hook is None:
         return None
-    if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
-        raise fail("layer must count from 0", "layer", layer)
-    if not isinstance(hook, str):
-        raise fail("hook must be the name of a hook point", "hook", hook)
-    return layer, hook
+    hook = "post_block" if hook is None else hook
+    index = layer_index(layer)
+    if layer is not None and (index is None or index < 0):
+        raise fail("layer must be a 0-based index", "layer", layer)
+    tap = resolve_tap(index, hook) if isinstance(hook, str) else None
+    if tap is None:
+        raise fail(
+            f"hook must be one of {list(OWN)}, or an address such as post_block.3 "
+            "without another layer",
+            "hook",
+            hook,
+        )
+    if tap[0] is None:
+        raise fail("layer is needed with hook", "layer", layer)
+    return tap[0], tap[1]
 
 
 def _checked(
@@ -219,23 +230,27 @@ def _checked(
         )
     model = engine.vllm_config.model_config
     info = ModuleInfo(**described_file(name, path, model, kind, tap))
-    points = engine.vllm_config.capture_config.hook_points or {}
-    if info.tap is not None and info.tap[1] not in points.get(info.tap[0], ()):
+    if tap is not None and info.kind != "sae":
         raise fail(
-            f"path: {name!r} is for {info.tap[1]} of layer {info.tap[0]}, which this "
-            f"model does not have; it has {sorted(points)} with "
-            f"{sorted({p for own in points.values() for p in own})}",
-            "path",
-            path,
+            f"layer: those of a {info.kind} are in its file, and a readout may give "
+            "others; leave out layer and hook",
+            "layer",
+            tap[0],
         )
+    check_place(info, engine.vllm_config.capture_config.hook_points or {})
     return info
 
 
-def _known(engine: Any, name: Any) -> None:
-    having = _having(engine)
+def _known(engine: Any, name: Any, kind: str = "") -> None:
+    having = {
+        known: info
+        for known, info in _having(engine).items()
+        if not kind or (info.kind == "sae") == (kind == "sae")
+    }
     if not isinstance(name, str) or name not in having:
+        what = {"": "module", "sae": "SAE", "module": "probe or translator"}[kind]
         raise fail(
-            f"name: there is no module {name!r}; there are {sorted(having)}",
+            f"name: there is no {what} {shown(name)}; there are {sorted(having)}",
             "name",
             name,
         )

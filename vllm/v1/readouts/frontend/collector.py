@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects a request's readout results in the output processor."""
 
+from math import prod
 from typing import TYPE_CHECKING
 
 from vllm.v1.capture.plan import overlap
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
 from vllm.v1.readouts.frontend.rows import rows_of
-from vllm.v1.readouts.plan import Readout, ReadoutPart, ReadoutPlan, ReadoutRows
+from vllm.v1.readouts.plan import (
+    Readout,
+    ReadoutPart,
+    ReadoutPlan,
+    ReadoutRows,
+    StopWhen,
+)
 from vllm.v1.readouts.results import Joined, ReadoutResult
 
 if TYPE_CHECKING:
@@ -23,6 +30,7 @@ class Collector:
         self._readouts = {one.name: one for one in told}
         self._joined = {one.name: Joined(one) for one in told}
         self._num_prompt_tokens = num_prompt_tokens
+        self._stop_when = plan.stop_when
         self._taken = {name for reader in plan.readers for name in reader.names}
         """The readouts whose results consumers take."""
         self._last: dict[str, ReadoutResult] | None = None
@@ -52,6 +60,8 @@ class Collector:
             if finished:
                 for name, result in whole.items():
                     _note_missing(self._readouts[name], result, stop)
+                for rule in self._stop_when:
+                    _note_unread(rule, whole[rule.readout])
                 self._last = whole
             return whole
         news = {name: one.news(stop) for name, one in self._joined.items()}
@@ -82,6 +92,19 @@ def _note_missing(readout: Readout, result: ReadoutResult, stop: int) -> None:
     wanted = sum(b - a for a, b in overlap(readout.ranges, 0, stop))
     if len(result.positions) != wanted and result.error is None:
         result.error = f"only {len(result.positions)} of {wanted} tokens were read out"
+
+
+def _note_unread(rule: StopWhen, result: ReadoutResult) -> None:
+    """Report a stop condition on a value that a custom readout does not return."""
+    values = result.arrays.get("values")
+    if result.kind != "custom" or values is None or result.error is not None:
+        return
+    count = prod(values.shape[1:])
+    if rule.index >= count:
+        result.error = (
+            f"stop_when: it has no value {rule.index} that could end the request; it "
+            f"returned {count} for a token, counted from 0"
+        )
 
 
 def collector_for(params: "SamplingParams | None") -> Collector | None:

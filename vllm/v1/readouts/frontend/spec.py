@@ -19,6 +19,7 @@ from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
 from vllm.v1.readouts.plan import Kind, Probe, Readout, Reduce, Tap
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.selectors import parse_layers
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.arrays import as_array
 
@@ -94,7 +95,16 @@ class Spec:
                 told = f"leave it out: the address {hook!r} includes the layer"
                 raise self.fail(min(given), told)
             return self._hooks([hook], "hook")
-        return self._hooks({hook: layers}, "layers" if "layers" in self.raw else "hook")
+        having = self._hooks({hook: "all"}, "hook")
+        key = "layers" if "layers" in self.raw else "layer"
+        found = parse_layers(
+            layers,
+            [layer for layer, _ in having],
+            self.ctx.num_hidden_layers,
+            self.where(key),
+            fail,
+        )
+        return tuple((layer, having[0][1]) for layer in found)
 
     def hooks(self) -> tuple[Tap, ...]:
         """The taps of the key `hooks`."""
@@ -104,7 +114,7 @@ class Spec:
         try:
             found = parse_hooks(hooks, self.ctx, self.where(key))
         except CaptureValidationError as error:
-            raise fail(str(error), self.where(key), hooks) from None
+            raise fail(error.args[0], self.where(key), hooks) from None
         return tuple((layer, str(h)) for h, layers in found.items() for layer in layers)
 
     def ranges(self) -> Ranges:
@@ -119,7 +129,7 @@ class Spec:
         try:
             return resolve_positions(raw, self.ctx, self.where("positions"))
         except CaptureValidationError as error:
-            raise fail(str(error), self.where("positions"), raw) from None
+            raise fail(error.args[0], self.where("positions"), raw) from None
 
     def module(self, key: str, kind: str, option: str) -> ModuleInfo:
         """The registered module that a key names, which must be of `kind`."""
@@ -388,7 +398,14 @@ def _code(spec: Spec) -> bytes:
         )
     import cloudpickle
 
-    pickled: bytes = cloudpickle.dumps(function)
+    try:
+        pickled: bytes = cloudpickle.dumps(function)
+    except Exception as error:  # Whatever the objects that it refers to raise.
+        raise spec.fail(
+            "fn",
+            f"cannot be sent to the worker: {error}; it is pickled with all that it "
+            "refers to, so leave out locks, files and engines",
+        ) from None
     return pickled
 
 

@@ -49,6 +49,8 @@ class ReadingRequest:
 
     A preempted request recomputes earlier ones, which must not count twice.
     """
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By custom readout: the shape of a token's values, set by its first result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from vllm.v1.readouts.worker.jobs import Job
 
 Arrays: TypeAlias = dict[str, torch.Tensor]
 
-FEW_ROWS = 256
-"""Most rows for which `products` divides the width."""
+FEW_ROWS, MANY_VECTORS = 256, 64
+"""Most rows, and fewest vectors, for which `products` divides the width."""
 WIDTH_PARTS = 16
 
 
@@ -116,10 +116,12 @@ def probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
 def products(rows: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """`rows @ vectors.T`, `[R, k]`, in float32.
 
-    For the few rows of a decode step a GPU's matrix product in float32 uses few of its
-    processors, each for the whole width, and takes 0.1 ms. So the width is divided.
+    For few rows and many vectors, a GPU's matrix product in float32 uses few of its
+    processors, each for the whole width. In parts it takes 20 instead of 32 µs for 32
+    rows and 256 vectors of width 4096 on an H100.
     """
-    if rows.is_cuda and len(rows) <= FEW_ROWS and rows.shape[1] % WIDTH_PARTS == 0:
+    is_small = len(rows) <= FEW_ROWS and len(vectors) >= MANY_VECTORS
+    if rows.is_cuda and is_small and rows.shape[1] % WIDTH_PARTS == 0:
         return products_in_parts(rows, vectors)
     return rows @ vectors.T
 
@@ -163,5 +165,5 @@ def activated(values: torch.Tensor, module: ProbeModule) -> torch.Tensor:
         return values.softmax(dim=-1)
     if module.activation == "jumprelu":
         assert module.threshold is not None
-        return values.relu() * (values > module.threshold)
+        return torch.where(values > module.threshold, values, 0.0)
     return values

@@ -106,8 +106,8 @@ class Operations:
         for number, entry in enumerate(job.entries):
             own = rows[entry.first : entry.first + entry.num_rows]
             own = own.view(entry.count, len(entry.readout.taps), -1)
-            prompt = self._requests[entry.req_id].num_prompt_tokens
-            values = self._custom.compute(entry, result.shift, own, prompt)
+            request = self._requests[entry.req_id]
+            values = self._custom.compute(entry, result.shift, own, request)
             if isinstance(values, str):
                 result.errors[number] = values
             else:

@@ -28,6 +28,7 @@ from vllm.v1.steering.spec.limits import (
     check_bank,
     check_operations,
     check_positions,
+    check_reachable,
     check_sums,
     check_with_shared,
     check_work,
@@ -269,6 +270,7 @@ class SteeringAdmission:
         check_sums(tiers, self.model.dtype, "vectors")
         check_operations(tiers, self.model.max_operations, "vectors")
         check_bank(tiers, self.model.bank_bytes, "vectors")
+        check_reachable(tiers, describe.FIELDS, self.model.max_length)
         return tiers
 
     def parse_named(self, raw: Any) -> dict[str, Parsed]:

@@ -5,7 +5,7 @@ The hook points of each layer are known once the model is loaded; everything els
 checked here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,15 +21,16 @@ from vllm.v1.steering.spec.provenance import Source, norms_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
+    from vllm.config.steering import SteeringConfig
 
 
 def check_files(
-    files: Mapping[str, str], model_config: "ModelConfig", named: Named
+    config: "SteeringConfig", model_config: "ModelConfig", named: Named
 ) -> None:
-    """Read every file, and refuse those that do not fit the model.
+    """Read every file, and refuse those that do not fit the model or the limits.
 
     Args:
-        files: paths by module name.
+        config: has the paths by module name, and the limits.
         model_config: the model's configuration.
         named: the probes and SAEs that entries may name.
 
@@ -43,10 +44,13 @@ def check_files(
         dict.fromkeys(layers, HOOKS),
         model_config.get_hidden_size(),
         torch_dtype(model_config),
-        named=named,
+        config.max_operations,
+        config.bank_bytes,
+        model_config.max_model_len,
+        named,
     )
     admission = SteeringAdmission(model, SteeringModules())
-    for name, path in files.items():
+    for name, path in config.modules.items():
         with about_module(name, path):
             module = read_module(path)
             parsed = admission.parse_named(module.vectors)

@@ -161,16 +161,12 @@ def steering_config(
             "enable_steering",
             True,
         )
-    if model_config is not None:
-        known = model_config
-        named = NamedFiles(lambda: readout_config(args, known).described)
-        check_files(modules, known, named)
     keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
     if not all(key.strip() for key in keys):
         raise fail(
             "--steering-api-key must not be empty", "steering_api_key", "(empty)"
         )
-    return SteeringConfig(
+    config = SteeringConfig(
         enabled=enabled,
         max_configs=args.max_steering_configs,
         max_operations=args.max_steering_ops,
@@ -180,6 +176,11 @@ def steering_config(
         hooks=args.vllm_lens_api,
         remote_code=args.allow_remote_code_hooks,
     )
+    if model_config is not None:
+        known = model_config
+        named = NamedFiles(lambda: readout_config(args, known).described)
+        check_files(config, known, named)
+    return config
 
 
 def _check_switches(args: "EngineArgs", enabled: bool) -> None:

@@ -4,6 +4,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.v1.readouts.engine_args import check_places
 from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.errors import as_refused, fail
@@ -142,6 +143,7 @@ class SteeringFrontend(NoSteering):
             torch_dtype(vllm_config.model_config),
             vllm_config.steering_config.max_operations,
             vllm_config.steering_config.bank_bytes,
+            vllm_config.model_config.max_model_len,
             self.named,
             placement_of(vllm_config),
         )
@@ -151,6 +153,7 @@ class SteeringFrontend(NoSteering):
         servers = vllm_config.parallel_config._api_process_count
         self.admission.keeps_conversations = servers == 1
         self.identity = identity_of(vllm_config)
+        check_places(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
             with about_module(name, path):
                 self._load(name, path)

@@ -62,7 +62,7 @@ class NamedFiles:
                 at,
             )
             if name not in self._probes:
-                self._probes[name] = _loaded(info)
+                self._probes[name] = _loaded(info, at)
             return self._probes[name]
 
     def sae(self, name: str, at: str) -> NamedSAE:
@@ -100,9 +100,15 @@ class NamedFiles:
         )
 
 
-def _loaded(info: ModuleInfo) -> NamedProbe:
+def _loaded(info: ModuleInfo, at: str) -> NamedProbe:
     module = load_module(info.name, info.path)
-    assert isinstance(module, ProbeModule), f"{info.path} no longer holds a probe"
+    if not isinstance(module, ProbeModule) or module.fingerprint() != info.fingerprint:
+        raise fail(
+            f"{at}: the file of {info.name!r} has changed since it was registered; "
+            "register it again",
+            at,
+            info.name,
+        )
     return NamedProbe(
         module.vectors.numpy(),
         module.bias.numpy(),

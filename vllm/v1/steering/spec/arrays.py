@@ -162,17 +162,19 @@ def check_finite(vector: Array, dtype: torch.dtype, at: str) -> Array:
     return vector
 
 
-def has_text(raw: Any) -> bool:
-    """Whether nested lists contain text."""
+def has_no_numbers(raw: Any) -> bool:
+    """Whether nested lists contain text or booleans, which NumPy might convert."""
     waiting = [raw]
     while waiting:
         here = waiting.pop()
-        if isinstance(here, (str, bytes, bytearray)):
+        if isinstance(here, (str, bytes, bytearray, bool)):
             return True
         if isinstance(here, (list, tuple)):
             kinds = set(map(type, here))
             if not kinds <= {int, float}:
                 waiting += here
+        elif str(getattr(here, "dtype", "")).endswith("bool"):
+            return True
     return False
 
 
@@ -184,7 +186,7 @@ def as_array(raw: Any, at: str) -> Array:
         if isinstance(raw, torch.Tensor) and not raw.is_complex():
             raw = raw.detach().to("cpu", torch.float32).numpy()
         # NumPy would allocate the longest text's size for each element.
-        if has_text(raw):
+        if has_no_numbers(raw):
             raise TypeError("it must hold real numbers only")
         array = np.asarray(raw)
         if array.dtype.kind not in "fiu":

@@ -20,7 +20,7 @@ MAX_CLAMPS = 4096
 
 
 def as_entries(raw: Any, where: str) -> Any:
-    """Convert clamps to entries; other values are returned unchanged.
+    """Convert clamps to entries.
 
     Args:
         raw: as the user wrote it.
@@ -30,8 +30,14 @@ def as_entries(raw: Any, where: str) -> Any:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    if not isinstance(raw, Mapping):
-        return raw
+    if not isinstance(raw, Mapping) or not raw:
+        raise fail(
+            f"{where} must map at least one hook point to clamps by layer, for example "
+            '{"post_block": {"3": [{"vector": [...], "min": 0}]}}; omit it for no '
+            "clamps",
+            where,
+            raw,
+        )
     return {hook: _of_hook(given, f"{where}.{hook}") for hook, given in raw.items()}
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.features import FeatureUse
-from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.operations import Details, Operation, OpName
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
 from vllm.v1.steering.positions import describe_positions
+from vllm.v1.steering.spec.entry import VectorUse
 from vllm.v1.steering.spec.parse import Entry, Parsed
 
 FIELDS = {
@@ -18,6 +19,14 @@ FIELDS = {
     "prefill": "prefill_vectors",
     "decode": "decode_vectors",
 }
+
+OWN_FIELDS: dict[OpName, tuple[str, ...]] = {
+    "clamp": ("strength",),
+    "replace": ("alpha",),
+    "rotate": ("degrees",),
+    "low_rank": ("activation",),
+}
+"""Fields that the description of an operation has in addition to those of all."""
 
 
 def describe(tiers: SteeringTiers) -> dict[str, Any]:
@@ -51,6 +60,7 @@ def _entry(entry: Entry) -> dict[str, Any]:
         "max": use.high,
         "norm_match": use.norm_match,
         "positions": describe_positions(use.positions),
+        **_own(use.op, use),
         **_more(use.when, use.feature),
     }
 
@@ -78,8 +88,14 @@ def _operation(one: Operation) -> dict[str, Any]:
         "max": one.high,
         "norm_match": one.norm_match,
         "positions": describe_positions(one.positions),
+        **_own(one.op, one.details),
         **_more(one.details.when, one.details.feature),
     }
+
+
+def _own(op: OpName, details: VectorUse | Details) -> dict[str, Any]:
+    """The fields that only entries of this operation have."""
+    return {name: getattr(details, name) for name in OWN_FIELDS.get(op, ())}
 
 
 def _more(when: Condition | None, feature: FeatureUse | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vllm.v1.residual.plain_data import unique_object
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.describe import FIELDS
 from vllm.v1.steering.spec.model_identity import ModelIdentity
@@ -109,7 +110,8 @@ def is_ours(file: Path) -> bool:
 
 def _load_json(file: Path) -> ModuleFile:
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        raw = json.loads(text, object_pairs_hook=unique_object)
     except (ValueError, OSError) as error:
         raise fail(
             f"path: {file.name!r} is not JSON: {error}", "path", str(file)

@@ -56,13 +56,50 @@ def check_positions(
                     if possible
                     else "no position"
                 )
+                told = positions.describe_positions(one.positions)
+                where = told if told == "all_prompt" else missed
                 raise fail(
-                    f"{at}: no token is at {missed}: {names[tier]} acts on {having}"
+                    f"{at}: no token is at {where}: {names[tier]} acts on {having}"
                     f" of this request, which has {num_prompt} prompt tokens and "
                     f"max_tokens={max_tokens}",
                     at,
-                    missed,
+                    where,
                 )
+
+
+def check_reachable(tiers: SteeringTiers, names: Mapping[str, str], most: int) -> None:
+    """Refuse positions that no request can reach, in vectors that are for several.
+
+    Args:
+        tiers: the global vectors, or those of a module.
+        names: the parameters' names in messages, by tier.
+        most: most tokens of a request.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    for tier, name in names.items():
+        packed = getattr(tiers, tier, None)
+        for one in packed.operations if packed is not None else ():
+            spans = one.positions or ()
+            at = f"{name}.{one.hook}.{one.layer}.positions"
+            if tier == "decode" and any(first < 0 for first, _ in spans):
+                raise fail(
+                    f"{at}: what counts from the prompt's end is a prompt token, and "
+                    f"{name} acts on generated ones; move the entry to "
+                    f"{names['prefill']}",
+                    at,
+                    positions.describe_positions(one.positions),
+                )
+            for first, stop in spans:
+                if first >= most or stop <= -most:
+                    raise fail(
+                        f"{at}: no request has a token at {first}, as this server "
+                        f"allows {most} tokens (--max-model-len); leave it out",
+                        at,
+                        first,
+                    )
 
 
 MAX_OPERATIONS = 1024

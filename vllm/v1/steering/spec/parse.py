@@ -10,7 +10,7 @@ import torch
 
 from vllm.v1.residual.addresses import OWN, hook_name, parse_address
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.selectors import parse_layers
+from vllm.v1.residual.selectors import layer_index, parse_layers
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
@@ -66,6 +66,8 @@ class SteeredModel:
     """Most operations on one token at one hook point."""
     bank_bytes: int = 256 << 20
     """Bytes of device memory for the vectors of operations."""
+    max_length: int = 1 << 31
+    """Most tokens of a request."""
     named: Named = NONE_NAMED
     """The probes and SAEs that entries may name."""
     placement: Placement = ONE_RANK
@@ -305,7 +307,7 @@ def _by_layer(layers: Any, hook: str, model: SteeredModel, at: str) -> Entries:
         for layer in _layers(key, hook, model, at):
             if isinstance(entry, Mapping) and not is_packed(entry):
                 entries.append((layer, [entry]))
-            elif _is_list_of_entries(entry):
+            elif _is_list_of_entries(entry, f"{at}.{layer}"):
                 entries.append((layer, list(entry)))
             else:
                 entries.append((layer, [{"vector": entry}]))
@@ -320,23 +322,27 @@ def _layers(key: Any, hook: str, model: SteeredModel, at: str) -> list[int]:
     return parse_layers(key, having, max(model.hook_points) + 1, at, fail)
 
 
-def _is_list_of_entries(entry: Any) -> bool:
+def _is_list_of_entries(entry: Any, at: str) -> bool:
     if not isinstance(entry, (list, tuple)) or not entry:
         return False
-    return isinstance(entry[0], Mapping) and all(
-        isinstance(one, Mapping) for one in entry
-    )
+    if not isinstance(entry[0], Mapping):
+        return False
+    for number, one in enumerate(entry):
+        if not isinstance(one, Mapping):
+            raise fail(
+                f"{at}[{number}]: a list of entries has objects only; give a vector "
+                'as {"vector": [...]}',
+                f"{at}[{number}]",
+                one,
+            )
+    return True
 
 
 def _layer_index(key: Any, at: str) -> int:
-    # JSON object keys are always text.
-    is_text = isinstance(key, str) and key.isascii() and key.isdigit()
-    # Python refuses to convert very long digit strings.
-    is_text = is_text and len(key) < 10
-    is_index = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
-    if not is_text and not is_index:
+    found = layer_index(key)
+    if found is None:
         raise fail(f"{at}: a layer must be a 0-based index, not {shown(key)}", at, key)
-    return int(key)
+    return found
 
 
 def _check_tap(layer: int, hook: str, model: SteeredModel, at: str) -> None:

@@ -2,13 +2,14 @@
 """Parses `when` of an entry to a condition."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.selectors import layer_index
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap, Vector
@@ -83,11 +84,12 @@ def parse_when(
     above, threshold = _threshold(raw, probe, at)
     sharpness, scope = _sharpness(raw, at), _scope(raw, model, at)
     mean = _one_of(raw, "reduce", ("last", "mean"), at) == "mean"
-    if mean and scope != "prompt":
+    if raw.get("reduce") is not None and scope != "prompt":
         raise fail(
-            f'{at}.reduce: a mean over the prompt needs "scope": "prompt"',
+            f'{at}.reduce: a reduction over the prompt needs "scope": "prompt"; with '
+            f'"{scope}" each token decides',
             f"{at}.reduce",
-            "mean",
+            raw["reduce"],
         )
     return Condition(
         *tap,
@@ -180,22 +182,21 @@ def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) 
     layer, hook = raw.get("layer"), raw.get("hook")
     if layer is None and hook is None and probe.tap is not None:
         layer, hook = probe.tap
-    if isinstance(hook, str):  # It may be another library's name, or an address.
-        layer, hook = resolve_tap(layer, hook) or (layer, hook)
-    points: Sequence[str] = ()
-    if isinstance(layer, int) and not isinstance(layer, bool):
-        points = model.hook_points.get(layer, ())
-    if not isinstance(hook, str) or hook not in points:
+    index = layer_index(layer)
+    tap = None
+    if isinstance(hook, str) and (layer is None or index is not None):
+        tap = resolve_tap(index, hook)  # It may be another library's name.
+    if tap is None or tap[0] is None or tap[1] not in model.hook_points.get(tap[0], ()):
         layers = sorted(model.hook_points)
-        known = points or model.hook_points[layers[-1]]
+        known = model.hook_points.get(layers[-1] if index is None else index)
         raise fail(
             f"{at}: layer and hook must name where the probe reads: a layer from "
-            f"{layers[0]} "
-            f"to {layers[-1]}, and one of its hook points, such as {list(known)}",
+            f"{layers[0]} to {layers[-1]}, and one of its hook points, such as "
+            f"{list(known or model.hook_points[layers[-1]])}",
             at,
             {"layer": layer, "hook": hook},
         )
-    assert isinstance(layer, int)
+    layer, hook = tap[0], tap[1]
     if probe.tap is not None and probe.tap != (layer, hook):
         raise fail(
             f"{at}: the probe {shown(probe.name)} was made for {probe.tap[1]} of layer "

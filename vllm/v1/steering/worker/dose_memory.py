@@ -2,15 +2,17 @@
 """Device memory for the doses of a step's tokens."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from msgspec import structs
 
+from vllm.model_executor.layers.residual.program import NO_GATE
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.receipts import Effect, effect_of
 from vllm.v1.steering.worker.gates import Gate
+from vllm.v1.steering.worker.stages import Reader
 
 FIRST_COLUMNS = 16
 
@@ -39,8 +41,8 @@ class DoseMemory:
 
 
 def measured_effects(
-    gates: Iterable[Gate], added: Iterable[Tap], operations: Iterable[Operation]
-) -> tuple[Effect, ...]:
+    gates: Iterable[Gate], added: Iterable[Tap], operations: Iterable[Reader]
+) -> tuple[tuple[Effect, ...], list[int]]:
     """The effects of a phase, with distinct keys: equal operations are numbered.
 
     Args:
@@ -49,18 +51,33 @@ def measured_effects(
         operations: its operations.
 
     Returns:
-        An effect for each of them, in this order.
+        The effects, of the gates, the additions and the operations in this order; and
+        for each operation the index of its effect.
 
     """
-    seen: dict[Effect, int] = defaultdict(int)
-    found = []
-    effects: Sequence[Effect] = [
+    found = [
         *(effect_of(gate.condition, gate.column) for gate in gates),
         *(Effect(*tap, "add", "") for tap in added),
-        *(Effect(*one.tap, one.op, one.digest) for one in operations),
     ]
-    for one in effects:
-        seen[one] += 1
-        again = f"{one.key}#{seen[one]}"
-        found.append(one if seen[one] == 1 else structs.replace(one, key=again))
-    return tuple(found)
+    seen: dict[Effect, int] = defaultdict(int)
+    places: list[int] = []
+    for one, gate, _ in operations:
+        joined = _joined_key(one, gate)
+        effect = Effect(*one.tap, one.op, joined or one.digest)
+        seen[effect] += 1
+        if seen[effect] > 1 and joined:
+            places.append(found.index(effect))
+            continue
+        if seen[effect] > 1:
+            effect = structs.replace(effect, key=f"{effect.key}#{seen[effect]}")
+        places.append(len(found))
+        found.append(effect)
+    return tuple(found), places
+
+
+def _joined_key(one: Operation, gate: Gate | None) -> str:
+    """A key that is equal for features that one instruction changes; else empty."""
+    use = one.details.feature
+    if use is None or use.reads is not None:
+        return ""
+    return f"{use.sae} {use.only_if_active} {NO_GATE if gate is None else gate.column}"

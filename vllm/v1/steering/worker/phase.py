@@ -249,11 +249,11 @@ class Phase:
         if memory is None:
             return
         gates = in_columns([*(gate for _, gate, _ in every), *deciding])
-        self.effects = measured_effects(gates, added, [one for one, _, _ in every])
+        self.effects, places = measured_effects(gates, added, every)
         if not self.effects:
             return
         self.doses = memory.with_columns(len(self.effects))
-        columns, summed = self.doses.unbind(1), len(gates) + len(added)
+        columns = self.doses.unbind(1)
         self._probes = {
             gate: replace(one, doses=columns[gates.index(gate)])
             for gate, one in self._probes.items()
@@ -267,7 +267,7 @@ class Phase:
             for tap, one in self._sums.items()
         }
         self._instructions = {
-            number: replace(one, doses=columns[summed + self._places[number]])
+            number: replace(one, doses=columns[places[self._places[number]]])
             for number, one in self._instructions.items()
         }
 

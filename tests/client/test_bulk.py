@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in binary form, in shared memory and as tables, without a copy."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from clearbox_client import AsyncClient, ClearboxError, Client, InputError, shared
+from clearbox_client.payloads import decode
+
+from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.transport.bodies import FORMS, Body, form_for
+from vllm.v1.capture.transport.handouts import Handout, Handouts
+from vllm.v1.capture.transport.parts import Part, described, parts_of
+from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
+
+CAPTURE = {"inline": {"hooks": {"post_block": "all"}}}
+SHM = {"inline": {**CAPTURE["inline"], "transport": "shm"}}
+TAPS = ((1, "post_block"), (2, "post_block"))
+
+
+def payload_of(dtype: torch.dtype, widths: Sequence[int] = (8, 8)) -> RowsByTap:
+    payload = RowsByTap()
+    for tap, width in zip(TAPS, widths):
+        facts = {"positions": [0, 1, 2], "token_ids": [7, None, 9], "encoding": None}
+        payload.put(tap, torch.randn(3, width).to(dtype), facts)
+    return payload
+
+
+class Answers:
+    """A server that returns the rows of a payload, and frees shared memory."""
+
+    def __init__(self, payload: RowsByTap) -> None:
+        key = VllmInternalRequestId("r"), -1, "*"
+        result = CaptureResult(key, "ok", payload=payload)  # type: ignore[arg-type]
+        self.payload = payload
+        self.parts = parts_of({"inline": result})
+        self.handouts = Handouts(1 << 20)
+        self.handed: Handout | None = None
+        self.freed: list[bool] = []
+
+    def tell(self, reference: Callable[[Part], dict[str, Any]]) -> dict[str, Any]:
+        entries = [described(part, reference) for part in self.parts]
+        results = {"inline": {"status": "ok", "error": None, "payload": entries}}
+        return {"choices": [{"text": "é"}], "capture_results": results}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "DELETE":
+            self.freed.append(self.handouts.free(request.url.path.rpartition("/")[2]))
+            return httpx.Response(200 if self.freed[-1] else 404, json={})
+        asked = json.loads(request.content)
+        if asked["capture"]["inline"].get("transport") == "shm":
+            return self._shared(asked)
+        form = form_for(request.headers["accept"], self.parts)
+        body = FORMS[form](self.tell, self.parts)
+        return response_of(body)
+
+    def _shared(self, asked: Any) -> httpx.Response:
+        handed = self.handed = self.handouts.make(self.parts)
+        assert handed is not None
+
+        def refer(part: Part) -> dict[str, Any]:
+            told = handed.refer(part)
+            assert told is not None
+            return told
+
+        document = self.tell(refer)
+        if asked.get("stream"):
+            text = f"data: {json.dumps(document)}\n\ndata: [DONE]\n\n"
+            return httpx.Response(200, text=text)
+        return httpx.Response(200, json=document)
+
+
+def response_of(body: Body) -> httpx.Response:
+    headers = {"content-type": body.media_type}
+    if body.size is not None:
+        headers["content-length"] = str(body.size)
+    return httpx.Response(200, headers=headers, stream=Pieces(body))
+
+
+class Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """The pieces of a body as a connection of `httpx` returns them."""
+
+    def __init__(self, body: Body) -> None:
+        self.data = b"".join(body.pieces)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start in range(0, len(self.data), 100):
+            yield self.data[start : start + 100]
+
+    async def __aiter__(self) -> Any:
+        for piece in self:
+            yield piece
+
+
+def client_of(server: Answers) -> Client:
+    return Client("http://x", model="m", transport=httpx.MockTransport(server))
+
+
+def bits(rows: torch.Tensor) -> bytes:
+    return rows.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("capture", [CAPTURE, SHM])
+def test_rows_are_writable_views_and_numbers_on_demand(
+    dtype: torch.dtype, capture: Any
+) -> None:
+    server = Answers(payload_of(dtype))
+    with client_of(server) as client:
+        reply = client.complete("x", capture=capture)
+    assert reply.text == "é" and tuple(reply.rows) == TAPS
+    for tap, rows in reply.rows.items():
+        assert rows.stored.tobytes() == bits(server.payload[tap])
+        assert rows.stored.base is not None and rows.stored.flags.writeable
+        assert np.array_equal(rows.values, server.payload[tap].float().numpy())
+        assert rows.values is rows.values and len(rows) == 3
+        assert (rows.values is rows.stored) == (dtype != torch.bfloat16)
+        rows.stored[:] = 0
+    for tap in TAPS:  # The server's rows are its own.
+        assert server.payload[tap].any()
+
+
+def test_the_asynchronous_client_gets_the_same() -> None:
+    server = Answers(payload_of(torch.bfloat16))
+
+    async def run() -> list[Any]:
+        transport = httpx.MockTransport(server)
+        async with AsyncClient("http://x", model="m", transport=transport) as client:
+            whole = await client.complete("x", capture=CAPTURE)
+            mapped = await client.complete("x", capture=SHM)
+            chunks = [chunk async for chunk in client.stream("x", capture=SHM)]
+            table = await client.table("x", capture=CAPTURE)
+            with pytest.raises(InputError):
+                await client.table("x")
+            return [whole.rows, mapped.rows, chunks[-1].rows, table]
+
+    *found, table = asyncio.run(run())
+    for rows in found:
+        for tap in TAPS:
+            assert rows[tap].stored.tobytes() == bits(server.payload[tap])
+    assert table.num_rows == 6
+    assert server.freed == [True, True] and not server.handouts.held_bytes
+
+
+def test_shared_memory_is_freed_at_once_and_its_rows_stay() -> None:
+    server = Answers(payload_of(torch.float32))
+    with client_of(server) as client:
+        reply = client.complete("x", capture=SHM)
+        assert server.freed == [True] and not server.handouts.held_bytes
+        (chunk,) = client.stream("x", capture=SHM)
+    assert server.freed == [True, True]
+    for rows in (reply.rows, chunk.rows):
+        for tap in TAPS:
+            assert rows[tap].stored.tobytes() == bits(server.payload[tap])
+    (entry, _) = reply.captures["inline"].payload
+    assert "shm" not in entry
+    assert np.array_equal(
+        decode(reply.captures["inline"].payload)[TAPS[0]], reply.rows[TAPS[0]].values
+    )
+
+
+def test_memory_that_expired_meanwhile_is_no_error() -> None:
+    server = Answers(payload_of(torch.float32))
+    server.handouts.free = lambda token: False  # type: ignore[method-assign]
+    with client_of(server) as client:
+        assert len(client.complete("x", capture=SHM).rows) == 2
+    assert server.freed == [False]
+
+
+def test_what_cannot_be_mapped_is_refused_and_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host the path may exist, as another file of another process."""
+    other = tmp_path / "3"
+    other.symlink_to(tmp_path / "file")
+    (tmp_path / "file").write_bytes(bytes(4096))
+    for path in (str(other), "/proc/0/fd/3"):
+        server = Answers(payload_of(torch.float32))
+        monkeypatch.setattr(
+            Handout,
+            "refer",
+            lambda handout, part, path=path: {
+                "shm": {"path": path, "offset": 0, "nbytes": 96, "token": handout.token}
+            },
+        )
+        with client_of(server) as client, pytest.raises(ClearboxError) as caught:
+            client.complete("x", capture=SHM)
+        assert caught.value.parameter == "transport"
+        assert caught.value.remedy and "omit the transport" in caught.value.remedy
+        assert server.freed == [True]
+
+
+def test_the_name_of_the_memory_is_the_servers() -> None:
+    server = Answers(payload_of(torch.float32))
+    handed = server.handouts.make(server.parts)
+    assert handed is not None
+    path = f"/proc/self/fd/{handed.files[0].number}"
+    assert os.readlink(path).startswith(shared.NAME)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_table_is_a_view_of_the_response(dtype: torch.dtype) -> None:
+    server = Answers(payload_of(dtype))
+    with client_of(server) as client:
+        table = client.table("x", capture=CAPTURE)
+    names = ["part", "layer", "hook", "position", "token_id", "values"]
+    assert table.column_names == names
+    assert table["position"].to_pylist() == [0, 1, 2] * 2
+    assert table["token_id"].to_pylist() == [7, None, 9] * 2
+    assert table["layer"].to_pylist() == [1] * 3 + [2] * 3
+    document = json.loads(table.schema.metadata[b"response"])
+    assert document["choices"] == [{"text": "é"}]
+    for batch, tap in zip(table.to_batches(), TAPS, strict=True):
+        values = batch["values"].flatten().to_numpy()  # Fails if it has to copy.
+        assert values.tobytes() == bits(server.payload[tap])
+
+
+@pytest.mark.parametrize(
+    "fields, parameter",
+    [
+        ({}, "capture"),
+        ({"capture": SHM}, "capture.inline.transport"),
+        ({"capture": CAPTURE, "stream": True}, "stream"),
+    ],
+)
+def test_what_makes_no_table_is_refused_before_it_is_sent(
+    fields: Any, parameter: str
+) -> None:
+    def fail(request: httpx.Request) -> httpx.Response:
+        raise AssertionError("a request was sent")
+
+    client = Client("http://x", model="m", transport=httpx.MockTransport(fail))
+    with pytest.raises(InputError) as caught:
+        client.table("x", **fields)
+    assert caught.value.parameter == parameter and caught.value.remedy
+
+
+def test_rows_of_several_widths_make_no_table() -> None:
+    server = Answers(payload_of(torch.float32, (8, 4)))
+    with client_of(server) as client, pytest.raises(ClearboxError) as caught:
+        client.table("x", capture=CAPTURE)
+    assert "width" in caught.value.message and caught.value.remedy
