@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Set, so that the examples, which are quiet, do not change them for other tests.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+os.environ.setdefault("PYTHONWARNINGS", "")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 

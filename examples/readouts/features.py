@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from vllm import LLM, SamplingParams
-
 sys.path.append(str(Path(__file__).parents[1] / "capture"))
 from small import DEMO_MODEL
+
+from vllm import LLM, SamplingParams
 
 
 def random_sae(folder: Path, width: int, features: int = 256, layer: int = 3) -> Path:

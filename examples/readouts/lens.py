@@ -10,10 +10,10 @@ python examples/readouts/lens.py "The old house by the river"
 import sys
 from pathlib import Path
 
-from vllm import LLM, SamplingParams
-
 sys.path.append(str(Path(__file__).parents[1] / "capture"))
 from small import DEMO_MODEL
+
+from vllm import LLM, SamplingParams
 
 
 def show(llm: LLM, prompt: str, tokens: int = 12) -> None:

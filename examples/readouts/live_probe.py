@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm import LLM, RequestOutput, SamplingParams
-
 sys.path.append(str(Path(__file__).parents[1] / "capture"))
 from small import DEMO_MODEL
+
+from vllm import LLM, RequestOutput, SamplingParams
 
 PROMPT = "Anna went to the garden after lunch."
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm import LLM, SamplingParams
-
 sys.path.append(str(Path(__file__).parents[1] / "capture"))
 from small import DEMO_MODEL
+
+from vllm import LLM, SamplingParams
 
 
 def mean_rows(llm: LLM, texts: Sequence[str]) -> tuple[np.ndarray, int]:

@@ -9,7 +9,6 @@ extracted from sixteen sentences (right).
 """
 
 import argparse
-import os
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ import torch
 from convert import MODELS, checkpoint
 from transformers import AutoModelForCausalLM
 
-from vllm import LLM, SamplingParams
-from vllm.steering.extract import CONSUMER, extract
-from vllm.steering.pairs import Pair
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
 
 from real import HAPPY, SAD
+
+from vllm import LLM, SamplingParams
+from vllm.steering.extract import CONSUMER, extract
+from vllm.steering.pairs import Pair
 
 TEXT = "The capital of France is"
 QUESTION = [{"role": "user", "content": "How was your day?"}]
@@ -74,9 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def engine() -> LLM:
     """Create an engine with capture, readouts and steering."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    path = checkpoint()
+    print("0. Starting the engine, up to half a minute", flush=True)
     return LLM(
-        str(checkpoint()),
+        str(path),
         dtype="float32",
         enforce_eager=True,
         max_model_len=512,

@@ -2,8 +2,14 @@
 """A small engine with steering, for the examples of this folder."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+# Upstream's log and warnings would hide the output; INFO shows the log.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 
 from vllm import LLM
 
@@ -18,7 +24,7 @@ python examples/steering/extract_and_steer.py --out examples/steering/tone.safet
 
 def small_engine(**options: Any) -> LLM:
     """An engine on the demo model that takes little memory and starts quickly."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    print("starting the engine, up to half a minute", file=sys.stderr)
     return LLM(
         str(DEMO / "weights"),
         enforce_eager=True,

@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Upstream's log and warnings would hide the output; INFO shows the log.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+
 from vllm import LLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "real_model"))
@@ -32,7 +37,7 @@ He was ashamed and gloomy.""".splitlines()
 
 def model(**options: Any) -> LLM:
     """SmolLM2 in an engine that captures, reads out and steers."""
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    print("starting the engine, up to half a minute", file=sys.stderr)
     return LLM(
         str(checkpoint()),
         dtype="float32",

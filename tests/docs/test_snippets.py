@@ -44,7 +44,9 @@ def run(folder: Path, code: str) -> str:
 def test_the_readme(tmp_path: Path) -> None:
     capture, steer = blocks(ROOT / "README.md", "python")
     printed = run(tmp_path, f"{capture}\n    del llm\n{steer}")
-    assert ", 192])" in printed and len(printed.splitlines()) >= 3
+    assert ", 192])" in printed
+    texts = [line.partition("  # ")[2] for line in steer.splitlines() if "  # " in line]
+    assert len(texts) == 3 and all(f" {text}" in printed for text in texts)
 
 
 def test_the_capture_and_file_guides(tmp_path: Path) -> None:

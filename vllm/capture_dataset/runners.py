@@ -96,6 +96,7 @@ class EngineRunner:
     ) -> bool:
         """Submit prompts; returns whether any prompt was not collected yet."""
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         capture = {"inline": rows.capture()}
@@ -113,8 +114,8 @@ class EngineRunner:
                 capture=capture,
                 readouts=dict(rows.readouts) or None,
             )
-            ids = {"prompt_token_ids": prompt.token_ids}
-            self._llm.llm_engine.add_request(request_id, ids, params)  # type: ignore[arg-type]
+            ids = tokens_input(prompt.token_ids)
+            self._llm.llm_engine.add_request(request_id, ids, params)
             sent[request_id] = prompt
         return bool(sent)
 

@@ -69,9 +69,10 @@ def _collect(plan: Plan, runner: Runner) -> int:
         progress.close()
     rows = sum(shard.num_rows for shard in manifest.shards)
     size = sum(shard.num_value_bytes for shard in manifest.shards)
+    num_shards = len(manifest.shards)
     print(
         f"{plan.output.folder}: {plan.survey.num_entries:,} prompts, {rows:,} rows, "
-        f"{human_bytes(size)} of values in {len(manifest.shards)} shards"
+        f"{human_bytes(size)} of values in {num_shards} shard{'s' * (num_shards != 1)}"
     )
     return 0
 
