@@ -70,7 +70,7 @@ test-multiprocess: venv  ## Models over several processes, features in combinati
 test-hostile: venv  ## Attacks that take minutes: thousands of spoilt bodies, bad plug-ins
 	$(BIN)/python -m pytest -m hostile -s tests/hostile
 
-PEERS ?= transformer_lens saelens tables inspect_ai interp_engine nnbench
+PEERS ?= transformer_lens saelens tables inspect_ai interp_engine
 
 test-interop: venv  ## Other libraries on our engine, each in an environment of its own
 	@for peer in $(PEERS); do \

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import llama
 
-pytestmark = pytest.mark.interop
+pytestmark = pytest.mark.e2e
 
-FOLDER = Path(__file__).parents[3] / "benchmarks" / "nnbench" / "clearbox"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "nnbench" / "clearbox"
 PROMPT, OTHER = "Anna went home.", "Peter ran away."
 TARGET = 700
 
