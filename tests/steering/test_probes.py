@@ -15,8 +15,10 @@ from vllm.steering.probes import (
     train,
 )
 from vllm.v1.readouts.errors import ReadoutValidationError
+from vllm.v1.steering.errors import SteeringValidationError
 
 WIDTH = 12
+CHAT = {"role": "user", "content": "a"}
 
 
 def texts(count: int = 200, gap: float = 3.0) -> tuple[Any, Any]:
@@ -94,11 +96,25 @@ def test_labelled_texts_and_pairs_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "entries",
     [
+        [],
+        [5],
+        [[1]],
         [{"text": "a", "label": 2}],
         [{"text": "a"}],
         [{"text": "a", "label": 1}] * 9,
+        [{"text": 5, "label": n % 2} for n in range(8)],
+        [{"text": "", "label": n % 2} for n in range(8)],
+        [{"text": ["a", [CHAT]][n % 2], "label": n % 2} for n in range(8)],
     ],
 )
 def test_bad_data_is_refused(tmp_path: Path, entries: list[Any]) -> None:
-    with pytest.raises(ReadoutValidationError):
+    with pytest.raises((ReadoutValidationError, SteeringValidationError)):
         read_labelled(write(tmp_path / "data.jsonl", entries))
+
+
+def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    for said in ("cannot be read", "not JSON Lines"):
+        with pytest.raises(SteeringValidationError, match=said):
+            read_labelled(file)
+        file.write_text('{"text":')

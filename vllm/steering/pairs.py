@@ -2,7 +2,7 @@
 """Reads files of contrasting texts and of prompts."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,17 +34,29 @@ def read_pairs(path: str | Path) -> list[Pair]:
 
     """
     pairs = []
-    for number, entry in enumerate(_entries(path), start=1):
+    for number, entry in enumerate(entries_of(path), start=1):
         if not isinstance(entry, Mapping) or set(entry) != set(SIDES):
             keys = sorted(map(str, entry)) if isinstance(entry, Mapping) else entry
             raise _bad(path, number, 'must be {"positive": ..., "negative": ...}', keys)
-        pairs.append(Pair(*(_prompt(entry[side], path, number) for side in SIDES)))
-    kinds = {type(side) for pair in pairs for side in (pair.positive, pair.negative)}
-    if len(kinds) > 1:
-        raise fail(
-            f"pairs: {str(path)!r} mixes texts and chats; use one kind", "pairs", None
-        )
+        pairs.append(Pair(*(prompt_of(entry[side], path, number) for side in SIDES)))
+    sides = [side for pair in pairs for side in (pair.positive, pair.negative)]
+    check_one_kind(sides, path)
     return pairs
+
+
+def check_one_kind(prompts: Sequence[Prompt], path: str | Path) -> None:
+    """Refuse a file that has both texts and chats.
+
+    Raises:
+        SteeringValidationError: naming the file.
+
+    """
+    if len({type(one) for one in prompts}) > 1:
+        raise fail(
+            f"path: {str(path)!r} mixes texts and chats; use one kind",
+            "path",
+            str(path),
+        )
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -55,15 +67,21 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
     """
     if Path(path).suffix in (".json", ".jsonl"):
-        entries = _entries(path)
-        return [_prompt(entry, path, i) for i, entry in enumerate(entries, start=1)]
+        entries = entries_of(path)
+        return [prompt_of(entry, path, i) for i, entry in enumerate(entries, start=1)]
     lines = [line for line in _text(path).splitlines() if line.strip()]
     if not lines:
         raise fail(f"prompts: {str(path)!r} is empty", "prompts", str(path))
     return list(lines)
 
 
-def _entries(path: str | Path) -> list[Any]:
+def entries_of(path: str | Path) -> list[Any]:
+    """The entries of a JSON Lines file, or of a JSON file with a list.
+
+    Raises:
+        SteeringValidationError: the file cannot be read, or has no entries.
+
+    """
     text = _text(path)
     try:
         if text.lstrip().startswith("[") and Path(path).suffix != ".jsonl":
@@ -88,7 +106,13 @@ def _text(path: str | Path) -> str:
         ) from None
 
 
-def _prompt(raw: Any, path: str | Path, number: int) -> Prompt:
+def prompt_of(raw: Any, path: str | Path, number: int) -> Prompt:
+    """The text or chat of entry `number` of a file.
+
+    Raises:
+        SteeringValidationError: it is neither; names the file and the entry.
+
+    """
     is_chat = isinstance(raw, list) and all(map(_is_message, raw))
     if raw and (is_chat or isinstance(raw, str)):
         prompt: Prompt = raw

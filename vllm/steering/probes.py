@@ -16,7 +16,14 @@ import numpy.typing as npt
 import torch
 
 from vllm.steering.extract import ask
-from vllm.steering.pairs import Prompt
+from vllm.steering.pairs import (
+    SIDES,
+    Prompt,
+    check_one_kind,
+    entries_of,
+    prompt_of,
+    read_pairs,
+)
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.plan import Tap
 
@@ -53,32 +60,29 @@ def read_labelled(path: str | Path) -> tuple[list[Prompt], Labels]:
 
     Raises:
         ReadoutValidationError: an entry is invalid, or a class has fewer than 4 texts.
-        SteeringValidationError: a pair is invalid.
+        SteeringValidationError: the file or a text is invalid.
 
     """
-    import json
-
-    from vllm.steering.pairs import read_pairs
-
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines if line.strip()]
     texts: list[Prompt] = []
     labels: list[bool] = []
-    if entries and set(entries[0]) == {"positive", "negative"}:
+    entries = entries_of(path)
+    if isinstance(entries[0], dict) and set(entries[0]) == set(SIDES):
         for pair in read_pairs(path):
             texts += [pair.positive, pair.negative]
             labels += [True, False]
     else:
         for number, entry in enumerate(entries, start=1):
-            if set(entry) != {"text", "label"} or entry["label"] not in (0, 1):
+            is_entry = isinstance(entry, dict) and set(entry) == {"text", "label"}
+            if not is_entry or entry["label"] not in (0, 1):
                 raise fail(
                     f"data: entry {number} of {str(path)!r} must be "
                     '{"text": ..., "label": true or false} or a pair',
                     "data",
                     entry,
                 )
-            texts.append(entry["text"])
+            texts.append(prompt_of(entry["text"], path, number))
             labels.append(bool(entry["label"]))
+        check_one_kind(texts, path)
     found = np.array(labels, dtype=bool)
     if min(found.sum(), (~found).sum()) < 4:
         raise fail(

@@ -243,8 +243,9 @@ def check_place(info: ModuleInfo, points: Mapping[int, Sequence[str]]) -> None:
             return
         names = sorted({point for own in points.values() for point in own})
         mlp = hook.startswith("mlp") and hook not in names
+        what = "SAE" if info.kind == "sae" else info.kind
         raise fail(
-            f"{info.name}: the {info.kind} reads {hook} of layer {layer}, which is not "
+            f"{info.name}: this {what} reads {hook} of layer {layer}, which is not "
             f"a hook point of this model; it has {names} at layers {min(points)} to "
             f"{max(points)}"
             + (". Start with --mlp-hook-points to add mlp_in and mlp_out" * mlp),

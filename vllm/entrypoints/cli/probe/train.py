@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> None:
         )
     if not 0 < args.held_out < 1:
         raise fail("held-out must be between 0 and 1", "held_out", args.held_out)
+    if not 0 <= args.penalty < float("inf"):
+        raise fail("penalty must be a finite number from 0", "penalty", args.penalty)
     resolve_address(args)
     texts, labels = read_labelled(args.data)
     llm = start_engine(args, enable_readouts=True)
