@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from vllm.v1.steering.positions import (
     counts_back,
+    describe_positions,
     joined,
     last_of,
     missed,
     most_at_once,
     selected,
     spans_of,
-    describe_positions,
 )
 from vllm.v1.steering.spec.entry import parse_positions
 
@@ -51,7 +51,9 @@ def test_the_last_of_a_prompt_cost_nothing_however_many() -> None:
     spans = ((-(2**30), 0),)
     assert selected(spans, 2**31, 2**31 - 3, 2**31 + 5) == [*range(2**31 - 3, 2**31)]
     assert describe_positions(spans) == {"last": 2**30}
-    assert describe_positions(((0, 5000), (7000, 7001))) == {"ranges": [[0, 4999], [7000, 7000]]}
+    assert describe_positions(((0, 5000), (7000, 7001))) == {
+        "ranges": [[0, 4999], [7000, 7000]]
+    }
     assert missed(spans, 10, range(10)) is None
 
 
