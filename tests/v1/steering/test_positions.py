@@ -5,14 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.steering.positions import (
+    NAMED,
     counts_back,
+    describe_positions,
     joined,
     last_of,
     missed,
     most_at_once,
     selected,
     spans_of,
-    told,
 )
 from vllm.v1.steering.spec.entry import parse_positions
 
@@ -29,7 +30,7 @@ def test_spans_select_what_a_list_selects(
     expected = sorted(p for p in absolute if start <= p < start + n)
     assert selected(spans, prompt, start, start + n) == expected
     assert last_of(spans, prompt) == max(absolute)
-    assert told(spans) == sorted(set(positions))
+    assert describe_positions(spans) == sorted(set(positions))
 
 
 @given(positions=lists, prompt=prompts, start=st.integers(0, 15), n=st.integers(0, 9))
@@ -50,8 +51,10 @@ def test_a_position_outside_is_found_where_there_is_one(
 def test_the_last_of_a_prompt_cost_nothing_however_many() -> None:
     spans = ((-(2**30), 0),)
     assert selected(spans, 2**31, 2**31 - 3, 2**31 + 5) == [*range(2**31 - 3, 2**31)]
-    assert told(spans) == {"last": 2**30}
-    assert told(((0, 5000), (7000, 7001))) == {"ranges": [[0, 4999], [7000, 7000]]}
+    assert describe_positions(spans) == {"last": 2**30}
+    ranges = {"ranges": [[0, 4999], [7000, 7000]]}
+    assert describe_positions(((0, 5000), (7000, 7001))) == ranges
+    assert describe_positions(NAMED["all_prompt"]) == "all_prompt"
     assert missed(spans, 10, range(10)) is None
 
 
