@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.steering.positions import (
+    NAMED,
     counts_back,
     describe_positions,
     joined,
@@ -51,9 +52,9 @@ def test_the_last_of_a_prompt_cost_nothing_however_many() -> None:
     spans = ((-(2**30), 0),)
     assert selected(spans, 2**31, 2**31 - 3, 2**31 + 5) == [*range(2**31 - 3, 2**31)]
     assert describe_positions(spans) == {"last": 2**30}
-    assert describe_positions(((0, 5000), (7000, 7001))) == {
-        "ranges": [[0, 4999], [7000, 7000]]
-    }
+    ranges = {"ranges": [[0, 4999], [7000, 7000]]}
+    assert describe_positions(((0, 5000), (7000, 7001))) == ranges
+    assert describe_positions(NAMED["all_prompt"]) == "all_prompt"
     assert missed(spans, 10, range(10)) is None
 
 
