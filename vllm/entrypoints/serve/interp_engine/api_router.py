@@ -40,12 +40,29 @@ Answer = dict[str, Any]
 Lines = AsyncIterator[Answer]
 
 
-NAMED = ("type", "loc", "msg")
-"""What is told of an error in a body; not the body itself, which may be long."""
+MOST_ERRORS = 16
+"""Errors of one body that a response lists."""
 
 
 def _refused(detail: Any) -> Response:
     return JSONResponse({"detail": detail}, HTTPStatus.UNPROCESSABLE_ENTITY)
+
+
+def _listed_errors(error: RequestValidationError) -> list[Answer]:
+    """The first errors in a body, without the body's values, which may be long."""
+    found = error.errors()
+    told = [
+        {
+            "type": one["type"],
+            "loc": [cut(at) if isinstance(at, str) else at for at in one["loc"]],
+            "msg": cut(one["msg"]),
+        }
+        for one in found[:MOST_ERRORS]
+    ]
+    if more := len(found) - len(told):
+        msg = f"The body has {more} more errors"
+        told.append({"type": "more_errors", "loc": ["body"], "msg": msg})
+    return told
 
 
 class _Route(APIRoute):
@@ -58,9 +75,7 @@ class _Route(APIRoute):
             try:
                 response: Response = await handler(request)
             except RequestValidationError as error:
-                return _refused(
-                    [{name: one[name] for name in NAMED} for one in error.errors()]
-                )
+                return _refused(_listed_errors(error))
             except (ValueError, VLLMClientError) as error:
                 return _refused(cut(str(error)))
             return response
