@@ -447,7 +447,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bias": "x"}, "finite"),
     ({"scope": "ever"}, "not one of"),
     ({"treshold": 1}, "unknown key 'treshold'"),
-    ({"scope": "rest", "layer": 1, "hook": "post_attn"}, "an earlier hook point"),
+    (
+        {"scope": "rest", "layer": 1, "hook": "post_attn"},
+        r"steering_vectors\.post_attn\.1\.when\.scope: .* an earlier hook point",
+    ),
     ({"scope": "rest", "sharpness": 1}, "0 or 1"),
     ({"scope": "token", "reduce": "mean"}, 'needs "scope": "prompt"'),
     ({"scope": "token", "reduce": "last"}, 'needs "scope": "prompt"'),
@@ -463,6 +466,11 @@ def test_bad_conditions_are_refused_before_anything_is_scheduled(steered: Any) -
         entry = {"vector": V, "when": given if given is not None else {}}
         with pytest.raises(ValueError, match=said):
             generate(llm, [PROMPT], [params(1, steering_vectors=at(entry))])
+    decided = {"vector": V, "when": {**good, "scope": "prompt"}}
+    with pytest.raises(ValueError, match="move it to decode_steering_vectors"):
+        generate(llm, [PROMPT], [params(1, prefill_steering_vectors=at(decided))])
+    with pytest.raises(ValueError, match="prefill_vectors.*move it to decode_vectors"):
+        llm.set_steering(prefill_vectors=at(decided))
     with pytest.raises(ValueError, match="may fire in the prompt"):
         llm.set_steering(at({"vector": V, "when": {**good, "scope": "rest"}}))
     many = [{"vector": V, "when": {**good, "above": n}} for n in range(9)]

@@ -112,7 +112,7 @@ class SteeringAdmission:
                 name,
                 getattr(params, name),
             )
-        tiers = packed(self.parse(raw, REQUEST_FIELDS))
+        tiers = packed(self.parse(raw, REQUEST_FIELDS), REQUEST_FIELDS)
         tiers = for_prompt(tiers, num_prompt, "steering_vectors")
         check_positions(tiers, REQUEST_FIELDS, num_prompt, params.max_tokens)
         if tiers:  # A module alone was checked when it was registered.
@@ -187,7 +187,7 @@ class SteeringAdmission:
         for gate in gates:
             if entries := gate.entries(own):
                 parsed = {"decode": self._parsed(entries, gate.where, False)}
-                tiers = _add(tiers, packed(parsed))
+                tiers = _add(tiers, packed(parsed, REQUEST_FIELDS))
         check_sums(tiers, self.model.dtype, "steering")
         return tiers
 
@@ -266,7 +266,7 @@ class SteeringAdmission:
             SteeringValidationError: their sum at a token is not finite.
 
         """
-        tiers = packed(parsed, keep_zeros)
+        tiers = packed(parsed, GLOBAL_FIELDS, keep_zeros)
         check_sums(tiers, self.model.dtype, "vectors")
         check_operations(tiers, self.model.max_operations, "vectors")
         check_bank(tiers, self.model.bank_bytes, "vectors")
@@ -293,13 +293,15 @@ def _first_of(params: "SamplingParams") -> str:
     return next(given, other)
 
 
-def packed(parsed: Mapping[str, Parsed], keep_zeros: bool = False) -> SteeringTiers:
-    """The packed form, which is sent to the engine core."""
+def packed(
+    parsed: Mapping[str, Parsed], fields: Mapping[str, str], keep_zeros: bool = False
+) -> SteeringTiers:
+    """The packed form, which is sent to the engine core; `fields` is for messages."""
     found = {
         tier: pack(
             parsed[tier].vectors if tier in parsed else {}, operations, keep_zeros
         )
-        for tier, operations in by_tier(parsed).items()
+        for tier, operations in by_tier(parsed, fields).items()
     }
     return SteeringTiers(found.get("base"), found.get("prefill"), found.get("decode"))
 
