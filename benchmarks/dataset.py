@@ -197,16 +197,16 @@ def capturing(model: str, folder: Path) -> Callable[[list[list[int]]], None]:
 
 def summary(found: list[dict[str, float]], plain: str) -> dict[str, Any]:
     """Ratios over all turns: of sums, and the median with the range of single ones."""
-    told: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for what, name in (("seconds", "ratio"), ("cpu", "cpu_ratio")):
         ratios = [turn[f"{plain}_{what}"] / turn[f"capture_{what}"] for turn in found]
         sums = [sum(t[f"{side}_{what}"] for t in found) for side in (plain, "capture")]
-        told[name] = {
+        figures[name] = {
             "of_sums": round(sums[0] / sums[1], 4),
             "median": round(statistics.median(ratios), 4),
             "range": [round(min(ratios), 4), round(max(ratios), 4)],
         }
-    return told
+    return figures
 
 
 def write_source(path: Path, prompts: list[list[int]]) -> Path:

@@ -149,7 +149,7 @@ def offline(options: argparse.Namespace, report: dict[str, Any]) -> None:
                 continue
             found["prompt_tokens"] = prompts * length
             samples.setdefault(f"{load} {name}", []).append(found)
-            told(f"{load} {name}", found)
+            show(f"{load} {name}", found)
         report["summary"] = evaluated(samples)
         reports.save(report, options.out)
     report["memory"] = memory({role: sides[role].ask("memory") for role, *_ in turns})
@@ -179,7 +179,7 @@ def sized(load: str, options: argparse.Namespace) -> tuple[int, int, int]:
     return prompts, length, tokens
 
 
-def told(name: str, found: Mapping[str, Any]) -> None:
+def show(name: str, found: Mapping[str, Any]) -> None:
     """Print a turn's result."""
     if "error" in found:
         print(f"{name:24} failed: {found['error']}", flush=True)

@@ -180,8 +180,8 @@ def take_turns(
             turns.wall.setdefault(way, []).append(time.perf_counter() - began)
             turns.cpu.setdefault(way, []).append(cpu_seconds(server) - used)
             turns.last[way] = lens
-        told = {way: round(one[-1], 3) for way, one in turns.wall.items()}
-        print(f"  {load:10} {told}", flush=True)
+        latest = {way: round(one[-1], 3) for way, one in turns.wall.items()}
+        print(f"  {load:10} {latest}", flush=True)
     return turns
 
 
@@ -226,8 +226,8 @@ def measure(dtype: str, options: argparse.Namespace, report: dict[str, Any]) -> 
                 }
                 name = f"{load}, {way}, {dtype}"
                 report["cases"][name] = {**case, "seconds": seconds, "difference": gap}
-                told = {c: round(one["median"], 2) for c, one in case.items()}
-                print(f"{name:32} {told}, logprobs differ by {gap:.1g}", flush=True)
+                medians = {c: round(one["median"], 2) for c, one in case.items()}
+                print(f"{name:32} {medians}, logprobs differ by {gap:.1g}", flush=True)
             reports.save(report, options.out)
     finally:
         server.close()

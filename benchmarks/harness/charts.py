@@ -280,12 +280,12 @@ def _dataset(report: Report) -> list[Panel]:
         if f"over_{side}" not in report:
             continue
         rows = []
-        for clock, told in (("seconds", "on the clock"), ("cpu", "by CPU time")):
+        for clock, name in (("seconds", "on the clock"), ("cpu", "by CPU time")):
             ratios = [
                 turn[f"{side}_{clock}"] / turn[f"capture_{clock}"]
                 for turn in report["turns"]
             ]
-            rows.append(Row(told, (spread(ratios),), goals.DATASET))
+            rows.append(Row(name, (spread(ratios),), goals.DATASET))
         panels.append(Panel(f"throughput of vllm capture / {label}", tuple(rows)))
     return panels
 

@@ -152,9 +152,9 @@ def from_json(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
     payload = msgspec.json.decode(_json(ways, prompt))
     return [
         np.frombuffer(
-            pybase64.b64decode(told["data"], validate=True), np.uint16
-        ).reshape(told["shape"])
-        for told in payload["capture_results"]["inline"]["payload"]
+            pybase64.b64decode(entry["data"], validate=True), np.uint16
+        ).reshape(entry["shape"])
+        for entry in payload["capture_results"]["inline"]["payload"]
     ]
 
 
@@ -162,8 +162,8 @@ def from_json_slowly(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
     """As `from_json`, with the standard library."""
     payload = json.loads(_json(ways, prompt))
     return [
-        np.frombuffer(base64.b64decode(told["data"]), np.uint16).reshape(told["shape"])
-        for told in payload["capture_results"]["inline"]["payload"]
+        np.frombuffer(base64.b64decode(one["data"]), np.uint16).reshape(one["shape"])
+        for one in payload["capture_results"]["inline"]["payload"]
     ]
 
 

@@ -61,8 +61,8 @@ class AsyncClient:
 
     async def models(self) -> list[dict[str, Any]]:
         """What the server says of its models; see `Client.models`."""
-        told: list[dict[str, Any]] = (await self._ask("GET", "/v1/models"))["data"]
-        return told
+        answer: list[dict[str, Any]] = (await self._ask("GET", "/v1/models"))["data"]
+        return answer
 
     async def complete(
         self, prompt: Prompt, *, tokens: bool = False, **fields: Any
@@ -113,18 +113,18 @@ class AsyncClient:
 
     async def capture_status(self) -> dict[str, Any]:
         """The server's consumers, limits, hook points and counters."""
-        told: dict[str, Any] = await self._ask("GET", "/v1/capture")
-        return told
+        answer: dict[str, Any] = await self._ask("GET", "/v1/capture")
+        return answer
 
     async def steering(self) -> dict[str, Any]:
         """The global vectors, as `GET /v1/steering` returns them."""
-        told: dict[str, Any] = await self._ask("GET", "/v1/steering")
-        return told
+        answer: dict[str, Any] = await self._ask("GET", "/v1/steering")
+        return answer
 
     async def modules(self) -> dict[str, Any]:
         """The named modules, as `GET /v1/steering/modules` returns them."""
-        told: dict[str, Any] = await self._ask("GET", "/v1/steering/modules")
-        return told
+        answer: dict[str, Any] = await self._ask("GET", "/v1/steering/modules")
+        return answer
 
     async def set_steering(
         self, *, key: str | None = None, **fields: Any
@@ -151,10 +151,10 @@ class AsyncClient:
 
     async def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
         path = f"/v1/steering/{what}"
-        told: dict[str, Any] = await self._ask(
+        answer: dict[str, Any] = await self._ask(
             "POST", path, json=fields, headers=headers_of(key)
         )
-        return told
+        return answer
 
     async def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
         path, body = body_of(await self.model(), prompt, fields)

@@ -69,8 +69,8 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """What the server says of its models: `id`, `root`, `max_model_len`."""
-        told: list[dict[str, Any]] = self._ask("GET", "/v1/models")["data"]
-        return told
+        answer: list[dict[str, Any]] = self._ask("GET", "/v1/models")["data"]
+        return answer
 
     def complete(self, prompt: Prompt, *, tokens: bool = False, **fields: Any) -> Reply:
         """Complete a text or token ids.
@@ -146,18 +146,18 @@ class Client:
 
     def capture_status(self) -> dict[str, Any]:
         """The server's consumers, limits, hook points and counters."""
-        told: dict[str, Any] = self._ask("GET", "/v1/capture")
-        return told
+        answer: dict[str, Any] = self._ask("GET", "/v1/capture")
+        return answer
 
     def steering(self) -> dict[str, Any]:
         """The global vectors, as `GET /v1/steering` returns them."""
-        told: dict[str, Any] = self._ask("GET", "/v1/steering")
-        return told
+        answer: dict[str, Any] = self._ask("GET", "/v1/steering")
+        return answer
 
     def modules(self) -> dict[str, Any]:
         """The named modules, as `GET /v1/steering/modules` returns them."""
-        told: dict[str, Any] = self._ask("GET", "/v1/steering/modules")
-        return told
+        answer: dict[str, Any] = self._ask("GET", "/v1/steering/modules")
+        return answer
 
     def set_steering(self, *, key: str | None = None, **fields: Any) -> dict[str, Any]:
         """Set the global vectors: `vectors`, `prefill_vectors`, `decode_vectors`."""
@@ -180,10 +180,10 @@ class Client:
 
     def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
         path = f"/v1/steering/{what}"
-        told: dict[str, Any] = self._ask(
+        answer: dict[str, Any] = self._ask(
             "POST", path, json=fields, headers=headers_of(key)
         )
-        return told
+        return answer
 
     def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
         path, body = body_of(self.model, prompt, fields)
@@ -228,11 +228,11 @@ def connected() -> Iterator[None]:
     try:
         yield
     except httpx.TransportError as error:
-        told = (
+        message = (
             f"the server does not answer: {error!r}; start it, or pass its address as "
             "url"
         )
-        raise ClearboxError(told, 0, "url", None) from error
+        raise ClearboxError(message, 0, "url", None) from error
 
 
 def error_of(response: httpx.Response) -> ClearboxError:

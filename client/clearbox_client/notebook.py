@@ -90,10 +90,10 @@ def heat_map_of(rows: "RowSet") -> str:
     columns = max(map(len, norms))
     parts = []
     for y, (tap, line) in enumerate(zip(taps, norms)):
-        told = escape(f"{tap[0]} {tap[1]}")
+        tap_name = escape(f"{tap[0]} {tap[1]}")
         parts.append(
             f'<text x="94" y="{y * cell + 11}" font-size="10" text-anchor="end">'
-            f"{told}</text>"
+            f"{tap_name}</text>"
         )
         for x, value in enumerate(line):
             share = (float(value) - low) / ((high - low) or 1.0)

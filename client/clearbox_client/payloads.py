@@ -33,8 +33,8 @@ def stored_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> Arr
 
     """
     if dtype not in DTYPES:
-        told = f"the dtype {dtype!r} is unknown; update clearbox-client"
-        raise InputError(told, "dtype", dtype)
+        message = f"the dtype {dtype!r} is unknown; update clearbox-client"
+        raise InputError(message, "dtype", dtype)
     kind = np.dtype(DTYPES[dtype])
     view = memoryview(data)
     if view.nbytes != prod(shape) * kind.itemsize:
@@ -73,8 +73,8 @@ def entry_stored(entry: Mapping[str, Any]) -> Array:
     if encoding == "zstd":
         data = _unzstd(data)
     elif encoding is not None:
-        told = f"the encoding {encoding!r} is unknown; update clearbox-client"
-        raise InputError(told, "encoding", encoding)
+        message = f"the encoding {encoding!r} is unknown; update clearbox-client"
+        raise InputError(message, "encoding", encoding)
     return stored_of(data, entry["dtype"], entry["shape"])
 
 

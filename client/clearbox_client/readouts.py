@@ -32,18 +32,18 @@ class Readout:
     """The error of the readout or of a part of it."""
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> "Readout":
+    def of(cls, answer: Mapping[str, Any]) -> "Readout":
         """Parse a result from the server's JSON; null becomes NaN."""
         return cls(
-            kind=told["kind"],
-            positions=list(told["positions"]),
-            taps=[(layer, hook) for layer, hook in told["taps"]],
+            kind=answer["kind"],
+            positions=list(answer["positions"]),
+            taps=[(layer, hook) for layer, hook in answer["taps"]],
             arrays={
                 name: _array(name, value)
-                for name, value in told.items()
+                for name, value in answer.items()
                 if name not in _FACTS
             },
-            error=told.get("error"),
+            error=answer.get("error"),
         )
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -56,9 +56,9 @@ class Readout:
         return notebook.readout_of(self)
 
 
-def readouts_of(told: Mapping[str, Any] | None) -> dict[str, Readout]:
+def readouts_of(answer: Mapping[str, Any] | None) -> dict[str, Readout]:
     """All readouts of one choice, by name."""
-    return {name: Readout.of(one) for name, one in (told or {}).items()}
+    return {name: Readout.of(one) for name, one in (answer or {}).items()}
 
 
 def _array(name: str, value: Any) -> NDArray[Any]:

@@ -114,17 +114,17 @@ class Chunk:
 
 def all_readouts(document: Mapping[str, Any], count: int) -> list[dict[str, Readout]]:
     """The readouts of each choice."""
-    told = document.get("readouts") or {}
+    readouts = document.get("readouts") or {}
     if count == 1:
-        return [readouts_of(told)]
-    return [readouts_of(told.get(str(index))) for index in range(count)]
+        return [readouts_of(readouts)]
+    return [readouts_of(readouts.get(str(index))) for index in range(count)]
 
 
 def captures_of(document: Mapping[str, Any]) -> dict[str, CaptureOutcome]:
     """The capture results by consumer."""
     return {
-        name: CaptureOutcome(told["status"], told.get("error"), told.get("payload"))
-        for name, told in (document.get("capture_results") or {}).items()
+        name: CaptureOutcome(one["status"], one.get("error"), one.get("payload"))
+        for name, one in (document.get("capture_results") or {}).items()
     }
 
 

@@ -58,8 +58,8 @@ class Rows:
         try:
             found: NDArray[Any] = self.values[self.positions.index(position)]
         except ValueError:
-            told = f"position {position} was not captured; {self.positions} were"
-            raise KeyError(told) from None
+            message = f"position {position} was not captured; {self.positions} were"
+            raise KeyError(message) from None
         return found
 
     def _repr_html_(self) -> str:

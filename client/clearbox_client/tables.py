@@ -22,19 +22,19 @@ def check_captures(fields: Mapping[str, Any]) -> None:
 
     """
     if find_spec("pyarrow") is None:
-        told = "a table needs pyarrow; pip install clearbox-client[arrow]"
-        raise InputError(told, "table", "pyarrow")
+        message = "a table needs pyarrow; pip install clearbox-client[arrow]"
+        raise InputError(message, "table", "pyarrow")
     capture = fields.get("capture")
     if not isinstance(capture, Mapping) or not capture:
-        told = "a table needs rows; pass capture={'inline': {'hooks': ...}}"
-        raise InputError(told, "capture", capture)
+        message = "a table needs rows; pass capture={'inline': {'hooks': ...}}"
+        raise InputError(message, "capture", capture)
     for name, spec in capture.items():
         if isinstance(spec, Mapping) and spec.get("transport", "http") != "http":
-            told = "rows in shared memory make no table; omit it, or call complete"
-            raise InputError(told, f"capture.{name}.transport", spec["transport"])
+            message = "rows in shared memory make no table; omit it, or call complete"
+            raise InputError(message, f"capture.{name}.transport", spec["transport"])
     if fields.get("stream"):
-        told = "the rows of a stream make no table; omit it, or call stream"
-        raise InputError(told, "stream", True)
+        message = "the rows of a stream make no table; omit it, or call stream"
+        raise InputError(message, "stream", True)
 
 
 def table_in(content: Content, kind: str) -> "pa.Table":

@@ -51,7 +51,7 @@ def _packed(
                 row.tolist(),
             )
     matrix = np.stack(rows)
-    told: dict[str, Any] = {
+    packed: dict[str, Any] = {
         "dtype": dtype,
         "shape": list(matrix.shape),
         "layer_indices": order,
@@ -59,10 +59,10 @@ def _packed(
     }
     if scales is not None:
         of_all = isinstance(scales, (int, float))
-        told["scales"] = [
+        packed["scales"] = [
             float(scales if of_all else scales.get(i, 1.0)) for i in order
         ]
-    return told
+    return packed
 
 
 def _bytes(matrix: NDArray[np.float64], dtype: str) -> bytes:
@@ -73,8 +73,8 @@ def _bytes(matrix: NDArray[np.float64], dtype: str) -> bytes:
         return upper
     kinds = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
     if dtype not in kinds:
-        told = f"dtype {dtype!r} must be one of {[*kinds, 'bfloat16']}"
-        raise InputError(told, "dtype", dtype)
+        message = f"dtype {dtype!r} must be one of {[*kinds, 'bfloat16']}"
+        raise InputError(message, "dtype", dtype)
     return matrix.astype(kinds[dtype]).tobytes()
 
 

@@ -16,8 +16,8 @@ def main(llm):
     found = output.readouts["lens"]
     words = found["token_ids"][0].tolist()  # [layers, 3]
     for (layer, _), ids, logprobs in zip(found.taps, words, found["logprobs"][0]):
-        told = [repr(llm.get_tokenizer().decode([token])) for token in ids]
-        print(f"{layer:2} {exp(logprobs[0]):4.0%} ", *told)
+        texts = [repr(llm.get_tokenizer().decode([token])) for token in ids]
+        print(f"{layer:2} {exp(logprobs[0]):4.0%} ", *texts)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ class ServerDriver(ServedDriver):
     def __init__(
         self, client: "Client", bridge_config: Any, architecture: str, tokenizer: Any
     ) -> None:
-        told = client.capture_status()
-        if "inline" not in [one["name"] for one in told.get("consumers", ())]:
+        status = client.capture_status()
+        if "inline" not in [one["name"] for one in status.get("consumers", ())]:
             raise ValueError(f"the server returns no rows: start it with {FLAGS}")
-        names = _names_of(told["hook_points"])
+        names = _names_of(status["hook_points"])
         super().__init__(bridge_config, architecture, tokenizer, names)
         self.client = client
         self._vocabulary = bridge_config.d_vocab

@@ -110,8 +110,8 @@ def last_chunks(output: "RequestOutput | None") -> list[str]:
         "activations": response_activations([output]),
         "hook_results": response_hook_results([output]),
     }
-    told = {name: one for name, one in found.items() if one is not None}
-    return [_event(told)] if told else []
+    content = {name: one for name, one in found.items() if one is not None}
+    return [_event(content)] if content else []
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -107,8 +107,8 @@ def next_tokens(
             steering_vectors=setting,
         )
         for index, output in enumerate(ask(llm, prompts, params)):
-            told: Any = output.outputs[0].logprobs
-            found[number, index, told.token_ids] = told.logprobs
+            logprobs: Any = output.outputs[0].logprobs
+            found[number, index, logprobs.token_ids] = logprobs.logprobs
     return found
 
 

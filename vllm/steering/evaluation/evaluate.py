@@ -65,10 +65,10 @@ class Point:
 
     def as_json(self) -> dict[str, Any]:
         """A JSON-serialisable dict; numbers that are not finite are None."""
-        told = asdict(self)
+        fields = asdict(self)
         return {
             name: None if isinstance(v, float) and not math.isfinite(v) else v
-            for name, v in told.items()
+            for name, v in fields.items()
         }
 
 
@@ -204,13 +204,13 @@ class Verdict:
         place = f"layer {self.layer} {self.hook}"
         if self.best_dose is None:
             return f"{place}: no dose keeps the KL below {kl_limit:g}"
-        told = (
+        effects = (
             f"effect {self.effect:+.3g} at dose {self.best_dose:g}, the largest with "
             f"KL below {kl_limit:g}; controls {self.control_effect:+.3g}"
         )
         if self.works:
-            return f"{place}: works: {told}"
-        return f"{place}: does nothing that its controls do not: {told}"
+            return f"{place}: works: {effects}"
+        return f"{place}: does nothing that its controls do not: {effects}"
 
 
 def verdicts(points: Sequence[Point], kl_limit: float) -> list[Verdict]:

@@ -201,12 +201,12 @@ def group_taps(
             `widened`.
 
     """
-    if len(wanted) == 1:  # As most: one reader, who wants the same at all taps.
+    if len(wanted) == 1:  # Usually one reader, which reads the same ranges at all taps.
         ((instance, taps),) = wanted.items()
         if len(alike := set(taps.values())) == 1:
-            who = (Reader(instance, alike.pop()),)
-            ranges = widened(who[0].ranges, num_prompt_tokens, lag)
-            return (TapGroup(tuple(sorted(taps)), ranges, who),)
+            alone = (Reader(instance, alike.pop()),)
+            ranges = widened(alone[0].ranges, num_prompt_tokens, lag)
+            return (TapGroup(tuple(sorted(taps)), ranges, alone),)
     readers: dict[Tap, list[Reader]] = {}
     for instance in sorted(wanted):
         for tap, ranges in wanted[instance].items():
@@ -217,8 +217,8 @@ def group_taps(
     return tuple(
         TapGroup(
             tuple(taps),
-            widened(union(r.ranges for r in who), num_prompt_tokens, lag),
-            who,
+            widened(union(r.ranges for r in group), num_prompt_tokens, lag),
+            group,
         )
-        for who, taps in by_readers.items()
+        for group, taps in by_readers.items()
     )

@@ -170,15 +170,16 @@ def dynamic_status(worker: Any) -> dict[str, Any]:
     """For `collective_rpc`: what consumers have set, and how long they take."""
     stream = worker.model_runner.residual
     steering = stream.steering
-    told: dict[str, Any] = {
+    status: dict[str, Any] = {
         "tp_rank": get_tensor_model_parallel_rank(),
         "pp_rank": get_pp_group().rank_in_group,
         "steering_initialized": steering is not None,
     }
     if steering is not None and steering.dynamic is not None:
-        told |= steering.dynamic.status()
-    told["sync_consumers"] = {} if stream.steps is None else dict(stream.steps.status())
-    return told
+        status |= steering.dynamic.status()
+    consumers = {} if stream.steps is None else stream.steps.status()
+    status["sync_consumers"] = dict(consumers)
+    return status
 
 
 def eager_steps(worker: Any) -> dict[str, int]:

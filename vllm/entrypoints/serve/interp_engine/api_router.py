@@ -51,7 +51,7 @@ def _refused(detail: Any) -> Response:
 def _listed_errors(error: RequestValidationError) -> list[Answer]:
     """The first errors in a body, without the body's values, which may be long."""
     found = error.errors()
-    told = [
+    listed = [
         {
             "type": one["type"],
             "loc": [cut(at) if isinstance(at, str) else at for at in one["loc"]],
@@ -59,10 +59,10 @@ def _listed_errors(error: RequestValidationError) -> list[Answer]:
         }
         for one in found[:MOST_ERRORS]
     ]
-    if more := len(found) - len(told):
+    if more := len(found) - len(listed):
         msg = f"The body has {more} more errors"
-        told.append({"type": "more_errors", "loc": ["body"], "msg": msg})
-    return told
+        listed.append({"type": "more_errors", "loc": ["body"], "msg": msg})
+    return listed
 
 
 class _Route(APIRoute):
@@ -314,7 +314,7 @@ def _streamed(
             yield json.dumps(done(seen)) + "\n"
         except Exception as error:
             logger.exception("A stream of interp-engine's routes failed")
-            told = {"type": "error", "detail": f"{type(error).__name__}: {error}"}
-            yield json.dumps(told) + "\n"
+            failure = {"type": "error", "detail": f"{type(error).__name__}: {error}"}
+            yield json.dumps(failure) + "\n"
 
     return StreamingResponse(written(), media_type="application/x-ndjson")

@@ -69,8 +69,8 @@ for _path in sorted(MUTATING):
 @reading.get("")
 async def get_steering(request: Request) -> JSONResponse:
     """The global vectors, and how many configurations are in use."""
-    told = await _control(request).get()
-    return JSONResponse({**told, "active_layers": _by_layer(told)})
+    answer = await _control(request).get()
+    return JSONResponse({**answer, "active_layers": _by_layer(answer)})
 
 
 @reading.get("/layers")
@@ -116,8 +116,8 @@ async def register_vector(request: Request) -> JSONResponse:
         vectors = control.gate_vectors_to_change()
         name, kind = body.get("name"), body.get("kind")
         vectors.register(name, kind, body.get("packed"))
-        told = {"name": name, "kind": kind, "vectors": vectors.names()}
-        return {"status": "ok", **told}
+        answer = {"name": name, "kind": kind, "vectors": vectors.names()}
+        return {"status": "ok", **answer}
 
     return await _change(request, ("name", "kind", "packed"), change)
 
@@ -132,8 +132,8 @@ async def unregister_vector(request: Request) -> JSONResponse:
             vectors.unregister(body.get("name"), body.get("kind"))
         except UnknownModuleError as error:
             raise HTTPException(HTTPStatus.NOT_FOUND, error.args[0]) from None
-        told = {"name": body["name"], "kind": body["kind"]}
-        return {"status": "ok", **told, "vectors": vectors.names()}
+        answer = {"name": body["name"], "kind": body["kind"]}
+        return {"status": "ok", **answer, "vectors": vectors.names()}
 
     return await _change(request, ("name", "kind"), change)
 
@@ -145,10 +145,10 @@ async def set_steering(request: Request) -> JSONResponse:
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         base, prefill, decode, *clamps = map(body.get, names)
-        told = await control.set(
+        answer = await control.set(
             base, prefill, decode, _flag(body, "replace"), Clamps(*clamps)
         )
-        return {**_done(told["applied"]), **told}
+        return {**_done(answer["applied"]), **answer}
 
     return await _change(request, (*names, "replace"), change)
 
@@ -171,10 +171,10 @@ async def register_module(request: Request) -> JSONResponse:
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
         vectors = {name: body[name] for name in names if body.get(name) is not None}
-        told = await control.register(
+        answer = await control.register(
             body.get("name"), vectors, _flag(body, "replace"), body.get("metadata")
         )
-        return {"status": "ok", **told}
+        return {"status": "ok", **answer}
 
     return await _change(request, ("name", *names, "metadata", "replace"), change)
 
@@ -186,21 +186,21 @@ async def unregister_module(request: Request) -> JSONResponse:
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
         try:
-            told = await control.unregister(body.get("name"))
+            answer = await control.unregister(body.get("name"))
         except UnknownModuleError as error:
             raise HTTPException(HTTPStatus.NOT_FOUND, error.args[0]) from None
-        return {"status": "ok", **told}
+        return {"status": "ok", **answer}
 
     return await _change(request, ("name",), change)
 
 
-def _by_layer(told: Answer) -> dict[str, dict[str, dict[str, Any]]]:
+def _by_layer(answer: Answer) -> dict[str, dict[str, dict[str, Any]]]:
     """`{layer: {hook: {"norm", "prefill_norm", "decode_norm"}}}`, as far as present."""
     names = {"vectors": "norm", "prefill_vectors": "prefill_norm"}
     names["decode_vectors"] = "decode_norm"
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for tier, name in names.items():
-        for hook, layers in told.get(tier, {}).items():
+        for hook, layers in answer.get(tier, {}).items():
             for layer, one in layers.items():
                 if "norm" in one:
                     found.setdefault(layer, {}).setdefault(hook, {})[name] = one["norm"]

@@ -283,12 +283,14 @@ class CaptureFrontend(NoCapture):
         """Consumers, limits, counters and host memory, as JSON-like data."""
         counters = self._status.counters()
         counters["requests_in_flight"] = self._requests.count()
-        told = {
+        status = {
             **self._admission.describe(),
             "counters": counters,
             "host_memory": self._status.host_memory(),
         }
-        return told if self._servers == 1 else {**told, "api_servers": self._servers}
+        if self._servers > 1:
+            status["api_servers"] = self._servers
+        return status
 
     def settle(self) -> None:
         """Wait until the engine has received the ends that were sent.

@@ -173,8 +173,8 @@ def reader_of(consumer: str, raw: Any, plan: ReadoutPlan | None) -> ReadoutReade
 
     """
     where = f"capture.{consumer}.readouts"
-    told = [one for one in plan.readouts if not one.step] if plan is not None else []
-    having = {one.name: one for one in told}
+    readouts = () if plan is None else [one for one in plan.readouts if not one.step]
+    having = {one.name: one for one in readouts}
     names = list(having) if raw == "all" else raw
     if not isinstance(names, list) or not names:
         raise fail(

@@ -26,9 +26,9 @@ class Collector:
     """Joins the parts that arrive with the outputs of one sample."""
 
     def __init__(self, plan: ReadoutPlan, num_prompt_tokens: int) -> None:
-        told = [one for one in plan.readouts if not one.step]
-        self._readouts = {one.name: one for one in told}
-        self._joined = {one.name: Joined(one) for one in told}
+        readouts = [one for one in plan.readouts if not one.step]
+        self._readouts = {one.name: one for one in readouts}
+        self._joined = {one.name: Joined(one) for one in readouts}
         self._num_prompt_tokens = num_prompt_tokens
         self._stop_when = plan.stop_when
         self._taken = {name for reader in plan.readers for name in reader.names}

@@ -92,8 +92,8 @@ class Spec:
             raise self.fail("hook", "must be the name of a hook point")
         if parse_address(hook) is not None:
             if given := self.raw.keys() & {"layer", "layers"}:
-                told = f"leave it out: the address {hook!r} includes the layer"
-                raise self.fail(min(given), told)
+                remedy = f"leave it out: the address {hook!r} includes the layer"
+                raise self.fail(min(given), remedy)
             return self._hooks([hook], "hook")
         having = self._hooks({hook: "all"}, "hook")
         key = "layers" if "layers" in self.raw else "layer"

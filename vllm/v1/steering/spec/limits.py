@@ -56,8 +56,8 @@ def check_positions(
                     if possible
                     else "no position"
                 )
-                told = positions.describe_positions(one.positions)
-                where = told if told == "all_prompt" else missed
+                described = positions.describe_positions(one.positions)
+                where = described if described == "all_prompt" else missed
                 raise fail(
                     f"{at}: no token is at {where}: {names[tier]} acts on {having}"
                     f" of this request, which has {num_prompt} prompt tokens and "

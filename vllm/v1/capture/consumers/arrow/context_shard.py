@@ -91,8 +91,8 @@ class ContextShard(ArrowShard):
 
     def _open_writer(self) -> Any:
         columns = {
-            name: np.empty((0, told["shape"][1]), told["dtype"])
-            for name, told in self._info["features"].items()
+            name: np.empty((0, feature["shape"][1]), feature["dtype"])
+            for name, feature in self._info["features"].items()
             if name != IDS
         }
         empty = contexts_of(columns, np.empty(0, np.int32), self._size)

@@ -78,12 +78,12 @@ def columns_of(finalizes: Iterable[CaptureFinalize]) -> tuple[Column, ...]:
     """The columns for keys of readouts, sorted by name."""
     found = {}
     for sidecar in (one.sidecar for one in finalizes if is_readout(one)):
-        told = sidecar["readout"]
+        readout = sidecar["readout"]
         column = Column(
-            f"{told['name']}.{told['array']}",
+            f"{readout['name']}.{readout['array']}",
             sidecar["dtype"],
-            tuple(told["shape"]),
-            told["kind"],
+            tuple(readout["shape"]),
+            readout["kind"],
         )
         if column.width:
             found[column.name] = column
@@ -107,14 +107,14 @@ def values_by_tap(
     """
     found: dict[Tap, dict[str, Values]] = {}
     for finalize in finalizes:
-        sidecar, told = finalize.sidecar, finalize.sidecar["readout"]
+        sidecar, readout = finalize.sidecar, finalize.sidecar["readout"]
         parts = list(request.blocks(finalize, _WHOLE))
         if not parts:
             continue
         rows = {position: row for row, position in enumerate(sidecar["positions"])}
         values = Values(rows, torch.cat(parts).numpy())
-        tap = sidecar["layer"], told["hook"]
-        found.setdefault(tap, {})[f"{told['name']}.{told['array']}"] = values
+        tap = sidecar["layer"], readout["hook"]
+        found.setdefault(tap, {})[f"{readout['name']}.{readout['array']}"] = values
     return found
 
 

@@ -116,8 +116,8 @@ def check_columns(there: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 def _columns_of(info: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{name} {told['shape']} {told['dtype']}"
-        for name, told in info["features"].items()
+        f"{name} {feature['shape']} {feature['dtype']}"
+        for name, feature in info["features"].items()
         if name != IDS
     )
 
@@ -138,9 +138,9 @@ def add_file(folder: Path, info: dict[str, Any], file: str) -> None:
         _put(state, state_of([*(one["filename"] for one in listed), file]))
 
 
-def _put(path: Path, told: dict[str, Any]) -> None:
+def _put(path: Path, content: dict[str, Any]) -> None:
     aside = path.with_suffix(".incomplete")
-    aside.write_text(json.dumps(told, indent=1))
+    aside.write_text(json.dumps(content, indent=1))
     os.replace(aside, path)
 
 

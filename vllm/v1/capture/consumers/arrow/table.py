@@ -45,9 +45,9 @@ def schema_of(
         "layer_convention": sidecar["layer_convention"],
     }
     if has_rows:
-        values, told = _values_field(sidecar, widen, nullable=bool(columns))
+        values, value_facts = _values_field(sidecar, widen, nullable=bool(columns))
         fields.append(values)
-        facts |= told
+        facts |= value_facts
     if columns:
         fields += [pa.field(column.name, column.type) for column in columns]
         facts["readouts"] = described(columns)
