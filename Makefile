@@ -53,6 +53,8 @@ lint: $(INSTALLED)
 
 type: venv
 	$(BIN)/mypy
+	@cd client && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
+		clearbox_client
 	@cd $(TREE) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 		--cache-dir "$(CURDIR)/.mypy_cache/tree" $(MODULES)
 

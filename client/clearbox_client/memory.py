@@ -40,14 +40,14 @@ class Memory:
     def take(self, size: int) -> memoryview:
         """Memory of `size` bytes with any content, valid as long as a view of it."""
         if size < SMALLEST or not KEEPS:
-            return memoryview(np.empty(size, np.uint8))
+            return np.empty(size, np.uint8).data
         whole = -(-size // HUGE_PAGE) * HUGE_PAGE
         block = self._kept_block(whole)
         if block is None:
             block = _new_block(whole)
         lent = np.frombuffer(block, np.uint8, size)
         weakref.finalize(lent, self._give_back, block).atexit = False
-        return memoryview(lent)
+        return lent.data
 
     def _kept_block(self, size: int) -> mmap.mmap | None:
         """An unused block that is not much larger than `size`."""

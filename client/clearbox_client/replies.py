@@ -77,8 +77,8 @@ class Reply:
 
     def _repr_html_(self) -> str:
         text = f"<p>{escape(self.text)}</p>"
-        shown = [self.rows] if self.rows else []
-        parts = [part._repr_html_() for part in (*shown, *self.readouts.values())]
+        parts = [self.rows._repr_html_()] if self.rows else []
+        parts += [readout._repr_html_() for readout in self.readouts.values()]
         return text + "".join(parts)
 
 
