@@ -203,10 +203,10 @@ def test_rows_do_not_depend_on_what_is_preempted(bench: Bench) -> None:
 
     @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.generate])
     @given(crowds())
-    def in_any_crowd(batch: list[Wish]) -> None:
+    def among_preempted(batch: list[Wish]) -> None:
         generate_and_check(bench, batch)
 
-    in_any_crowd()
+    among_preempted()
     assert bench.preemptions > before, "the test is pointless without a preemption"
 
 

@@ -12,7 +12,7 @@ from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.staging.blocks import BlockRow
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.worker.offload import (
-    CROWD_BYTES,
+    COMMON_END_BYTES,
     STEPS_AT_ONCE,
     Offload,
     row_encoder,
@@ -116,15 +116,15 @@ def test_nothing_waits_while_nothing_is_captured(bench: Bench) -> None:
     assert bench.heard.calls == [1, "all"]
 
 
-CROWD = CROWD_BYTES // 4
-"""Rows of 4 bytes that make a crowd."""
+MANY_ROWS = COMMON_END_BYTES // 4
+"""Rows of 4 bytes, just enough to leave early."""
 
 
-class Crowd(Bench):
+class CommonEndBench(Bench):
     """32 requests whose rows of a step are just enough, and their last positions."""
 
     def __init__(self) -> None:
-        super().__init__(ring=200 * CROWD)
+        super().__init__(ring=200 * MANY_ROWS)
         for number in range(32):
             self.decoding[str(number)] = BlockRow(0, 100 + number, number)
 
@@ -139,32 +139,32 @@ def test_rows_of_many_requests_that_end_together_leave_before(
     last: int, calls: list[int]
 ) -> None:
     """As many steps as remain wait at most, and none after the last one."""
-    bench = Crowd()
+    bench = CommonEndBench()
     bench.expect(last)
     for _ in range(last + 1):
-        bench.step(CROWD)
+        bench.step(MANY_ROWS)
     assert bench.heard.calls == [call for count in calls for call in (count, "all")]
 
 
 def test_few_rows_wait_although_their_end_is_known() -> None:
-    bench = Crowd()
+    bench = CommonEndBench()
     bench.expect(3)
     for _ in range(4):
-        bench.step(CROWD - 32)
+        bench.step(MANY_ROWS - 32)
     assert bench.heard.calls == []
 
 
 def test_ends_that_came_early_or_not_at_all_change_nothing() -> None:
-    bench = Crowd()
+    bench = CommonEndBench()
     bench.expect(3)
     for req_id in bench.decoding:
         bench.sending.forget(req_id)
     for _ in range(5):
-        bench.step(CROWD)
+        bench.step(MANY_ROWS)
     assert bench.heard.calls == []
     bench.expect(3)
     bench.layout += 1
-    bench.step(CROWD)
+    bench.step(MANY_ROWS)
     assert bench.heard.calls == []
 
 

@@ -11,8 +11,8 @@ from vllm.v1.readouts.worker.jobs import Entry, Job, JobKey, no_rows
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
 from vllm.v1.readouts.worker.stages import (
     SEND,
-    Arriving,
-    Parcel,
+    ReceivedStageMessage,
+    StageMessage,
     followed,
     joined_jobs,
 )
@@ -30,23 +30,23 @@ def job(key: JobKey, req_id: str, taps: slice, start: int) -> Job:
     return Job(key, [entry(req_id, Readout("all", "rows", TAPS[taps], ()), start)])
 
 
-def passed_on(parcel: Parcel) -> Parcel:
+def passed_on(message: StageMessage) -> StageMessage:
     hidden = torch.zeros(1)
-    tensors = parcel.put({"hidden_states": hidden})
+    tensors = message.put({"hidden_states": hidden})
     assert all(isinstance(one, torch.Tensor) for one in tensors.values())
-    arriving = Arriving.taken(tensors)
-    assert arriving is not None and tensors.keys() == {"hidden_states"}
-    return arriving.opened()
+    incoming = ReceivedStageMessage.taken(tensors)
+    assert incoming is not None and tensors.keys() == {"hidden_states"}
+    return incoming.opened()
 
 
 def test_rows_of_all_stages_are_those_of_one_job_in_the_order_of_its_taps() -> None:
-    parcel = Parcel()
-    assert parcel.put({"hidden_states": KEY}) == {"hidden_states": KEY}
-    assert Arriving.taken({"hidden_states": KEY}) is None
-    parcel.add_rows(job(SEND, "a", slice(2), 5), torch.arange(4.0)[:, None], 3)
-    parcel.add_rows(job(SEND, "gone", slice(1), 0), torch.zeros(2, 1), 0)
-    parcel.add_rows(job(SEND, "half", slice(1), 0), torch.zeros(2, 1), 0)
-    received = passed_on(passed_on(parcel))
+    message = StageMessage()
+    assert message.put({"hidden_states": KEY}) == {"hidden_states": KEY}
+    assert ReceivedStageMessage.taken({"hidden_states": KEY}) is None
+    message.add_rows(job(SEND, "a", slice(2), 5), torch.arange(4.0)[:, None], 3)
+    message.add_rows(job(SEND, "gone", slice(1), 0), torch.zeros(2, 1), 0)
+    message.add_rows(job(SEND, "half", slice(1), 0), torch.zeros(2, 1), 0)
+    received = passed_on(passed_on(message))
     own = torch.tensor([[10.0], [11.0]])
     received.add_rows(job(SEND, "a", slice(2, 3), 7), own, 1)
     reading = {"a": {"all": (WHOLE, KEY)}, "half": {"all": (WHOLE, KEY)}}
@@ -62,9 +62,9 @@ def test_rows_of_all_stages_are_those_of_one_job_in_the_order_of_its_taps() -> N
 
 
 def test_a_rank_without_rows_knows_the_jobs() -> None:
-    parcel = Parcel()
-    parcel.add_rows(job(SEND, "a", slice(3), 5), None, 0)
-    received = passed_on(parcel)
+    message = StageMessage()
+    message.add_rows(job(SEND, "a", slice(3), 5), None, 0)
+    received = passed_on(message)
     ((made, index),) = joined_jobs(received.places, {"a": {"all": (WHOLE, KEY)}}, 0)
     assert not received.rows and len(index) == made.entries[0].num_rows == 6
 
@@ -82,8 +82,8 @@ def test_results_arrive_as_they_were(dtype: torch.dtype) -> None:
         {"values": values, "more": torch.arange(3, dtype=torch.uint8)},
         {1: "failed"},
     )
-    parcel = Parcel(results=[result, JobResult([entry("a", readout, 0)], 0, {})])
-    found, empty = passed_on(passed_on(parcel)).results
+    message = StageMessage(results=[result, JobResult([entry("a", readout, 0)], 0, {})])
+    found, empty = passed_on(passed_on(message)).results
     assert torch.equal(found.arrays["values"], values) and not empty.arrays
     assert found.arrays["values"].dtype == dtype and found.errors == {1: "failed"}
     first, second = found.entries

@@ -25,7 +25,7 @@ result: the copies to the host, and from there to the request's own memory.
 """
 
 
-CROWD_BYTES = 1 << 20
+COMMON_END_BYTES = 1 << 20
 """Bytes per step from which rows of requests that end at the same step leave early."""
 
 
@@ -52,12 +52,11 @@ class Offload:
         """Number of rows of these steps."""
         row_bytes = staging.host_rows[:1].nbytes
         self._most_rows = max(BYTES_AT_ONCE // row_bytes, 1)
-        self._crowd_rows = max(CROWD_BYTES // row_bytes, 1)
+        self._common_end_rows = max(COMMON_END_BYTES // row_bytes, 1)
         self._last_positions: dict[str, int] = {}
         """By request of known length, the position of its last row."""
-        self._crowd: tuple[int, int | None] = -1, None
-        """The number of a layout, and the shift at which a crowd of its requests
-        ends."""
+        self._common_end: tuple[int, int | None] = -1, None
+        """The number of a layout, and the shift at which many of its requests end."""
 
     def expect(self, req_id: str, last_position: int) -> None:
         """Note where a request ends at the latest."""
@@ -98,34 +97,34 @@ class Offload:
             or self._steps >= STEPS_AT_ONCE
             or self._rows >= self._staging.ring.num_rows // 8
             or self._rows >= self._most_rows * _num_requests(step)
-            or self._steps >= self._steps_to_crowd(step.placed)
+            or self._steps >= self._steps_to_common_end(step.placed)
         ):
             self.hand_on()
         elif at_once:
             self.send()
             self._dispatcher.hand_on(tuple(at_once))
 
-    def _steps_to_crowd(self, placed: PlacedStep) -> int:
+    def _steps_to_common_end(self, placed: PlacedStep) -> int:
         """How many steps remain until many requests end together."""
         layout = placed.layout
-        if self._crowd[0] != layout.number:
-            self._crowd = layout.number, self._crowd_of(layout)
-        shift = self._crowd[1]
+        if self._common_end[0] != layout.number:
+            self._common_end = layout.number, self._common_end_of(layout)
+        shift = self._common_end[1]
         if shift is None or shift < placed.shift:
             return STEPS_AT_ONCE
         return shift - placed.shift
 
-    def _crowd_of(self, layout: Layout) -> int | None:
+    def _common_end_of(self, layout: Layout) -> int | None:
         """The first shift at which enough rows have their request's last one."""
-        if layout.num_rows < self._crowd_rows:
+        if layout.num_rows < self._common_end_rows:
             return None
         rows: defaultdict[int, int] = defaultdict(int)
         for block in layout.blocks:
             for req_id, row in block.decoding.items():
                 if (last := self._last_positions.get(req_id)) is not None:
                     rows[last - row.origin] += len(block.columns)
-        crowds = [shift for shift, count in rows.items() if count >= self._crowd_rows]
-        return min(crowds, default=None)
+        least = self._common_end_rows
+        return min((end for end, count in rows.items() if count >= least), default=None)
 
     def _add_pages(self, step: StagedStep, parts: Parts) -> bool:
         """Send a step of many rows alone, with the rows of prompts copied to pages."""

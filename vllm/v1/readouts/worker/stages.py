@@ -91,7 +91,7 @@ class _Header(msgspec.Struct, array_like=True):
 
 
 @dataclass(slots=True)
-class Parcel:
+class StageMessage:
     """What the last stage gets of a step's earlier stages."""
 
     places: list[Place] = field(default_factory=list)
@@ -131,15 +131,15 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
-    """What `Parcel.put` has added; values may still arrive."""
+class ReceivedStageMessage:
+    """What `StageMessage.put` has added; values may still arrive."""
 
     header: torch.Tensor  # uint8
     rows: torch.Tensor | None
     values: torch.Tensor | None  # uint8
 
     @classmethod
-    def taken(cls, tensors: dict[str, Any]) -> "Arriving | None":
+    def taken(cls, tensors: dict[str, Any]) -> "ReceivedStageMessage | None":
         """Remove the tensors from received ones; None if there are none."""
         if HEADER not in tensors:
             return None
@@ -147,7 +147,7 @@ class Arriving:
             tensors.pop(HEADER), tensors.pop(ROWS, None), tensors.pop(VALUES, None)
         )
 
-    def opened(self) -> Parcel:
+    def opened(self) -> StageMessage:
         """The content, once it has arrived."""
         packed = self.header.cpu().numpy().tobytes()
         header = msgspec.msgpack.decode(packed, type=_Header)
@@ -162,7 +162,7 @@ class Arriving:
             )
             for one in header.results
         ]
-        return Parcel(header.places, rows, results)
+        return StageMessage(header.places, rows, results)
 
 
 def _packed(results: Sequence[JobResult]) -> tuple[list[_Result], list[torch.Tensor]]:

@@ -39,9 +39,9 @@ from vllm.v1.readouts.worker.recorded import RecordedSteps, Streams
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.readouts.worker.stages import (
     SEND,
-    Arriving,
     Joined,
-    Parcel,
+    ReceivedStageMessage,
+    StageMessage,
     followed,
     joined_jobs,
 )
@@ -97,8 +97,8 @@ class WorkerReadouts:
         """By request; of the last stage: readouts of rows that stages send."""
         self._split: dict[str, dict[str, tuple[Tap, ...]]] = {}
         """By request and name: taps of readouts that several stages compute."""
-        self._arriving: Arriving | None = None
-        self._outgoing = Parcel()
+        self._received: ReceivedStageMessage | None = None
+        self._outgoing = StageMessage()
         self._sent: dict[str, Any] = {}
         self._requests: dict[str, ReadingRequest] = {}
         self._operations = Operations(vllm_config, self.head, self._requests, device)
@@ -171,11 +171,11 @@ class WorkerReadouts:
 
     def receive(self, tensors: dict[str, Any]) -> None:
         """Take what earlier stages add to a step's intermediate tensors."""
-        self._arriving = Arriving.taken(tensors)
+        self._received = ReceivedStageMessage.taken(tensors)
 
     def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """A step's intermediate tensors, with what the last stage needs."""
-        outgoing, self._outgoing = self._outgoing, Parcel()
+        outgoing, self._outgoing = self._outgoing, StageMessage()
         self._sent = outgoing.put(tensors)  # Kept until the next step's are sent.
         return self._sent
 
@@ -230,13 +230,13 @@ class WorkerReadouts:
             first_row: the step's first row in `staging`.
 
         """
-        arriving, self._arriving = self._arriving, None
-        parcel = Parcel() if arriving is None else arriving.opened()
+        received, self._received = self._received, None
+        message = StageMessage() if received is None else received.opened()
         job_set, further = None, 0
         if placed is not None and self._requests:
             job_set = self._job_set_of(placed, view)
             further = placed.shift - job_set.shift
-            if not parcel and self._replay(job_set, further, staging, first_row):
+            if not message and self._replay(job_set, further, staging, first_row):
                 return
         jobs = [] if job_set is None else job_set.jobs
         self._call_step_consumers(jobs, staging, first_row, further)
@@ -244,22 +244,22 @@ class WorkerReadouts:
         for job in jobs:
             if job.key == SEND:
                 rows = self._rows(job, staging, first_row) if self._has_rows else None
-                parcel.add_rows(job, rows, further)
+                message.add_rows(job, rows, further)
             elif job.key[0] != "step" and (self._has_rows or job.key[0] == "lens"):
                 # Other ranks take part only in the head's collectives.
                 work.append((job, self._gathered(job, staging, first_row, further)))
         if not self._stages.is_last:
-            parcel.results += self._results(work, further)
-            for one in parcel.results:  # Custom ones may have computed on the host.
+            message.results += self._results(work, further)
+            for one in message.results:  # Custom ones may have computed on the host.
                 one.arrays = {k: v.to(self._device) for k, v in one.arrays.items()}
-            self._outgoing = parcel
-        elif parcel:
-            work = self._with_joined(work, parcel, staging, further)
+            self._outgoing = message
+        elif message:
+            work = self._with_joined(work, message, staging, further)
             starts = {req: at - further for req, at in _starts(view).items()}
-            self._compute(work, parcel, further, starts)
+            self._compute(work, message, further, starts)
         elif work:
             assert job_set is not None, "only a job set has jobs"
-            self._compute(work, parcel, further, job_set.starts, job_set.table)
+            self._compute(work, message, further, job_set.starts, job_set.table)
 
     def _job_set_of(self, placed: PlacedStep, view: StepView) -> JobSet:
         """The job set of a step, which may be that of the step before."""
@@ -306,15 +306,19 @@ class WorkerReadouts:
             self.on_rows(list(zip(own, rows, strict=True)), further)
 
     def _with_joined(
-        self, work: Sequence[Work], parcel: Parcel, staging: torch.Tensor, further: int
+        self,
+        work: Sequence[Work],
+        message: StageMessage,
+        staging: torch.Tensor,
+        further: int,
     ) -> list[Work]:
         """The jobs of a step, with those of rows that stages have sent.
 
         Lenses of equal keys become one job, with one product with the unembedding.
         """
         found = list(work)
-        sent = torch.cat(parcel.rows) if parcel.rows else staging[:0]
-        for job, index in joined_jobs(parcel.places, self._joined, further):
+        sent = torch.cat(message.rows) if message.rows else staging[:0]
+        for job, index in joined_jobs(message.places, self._joined, further):
             is_lens = job.key[0] == "lens"
             if self._has_rows:
                 rows = sent.index_select(0, self._to_device(index))
@@ -330,7 +334,7 @@ class WorkerReadouts:
     def _compute(
         self,
         work: Sequence[Work],
-        parcel: Parcel,
+        message: StageMessage,
         further: int,
         starts: Mapping[str, int],
         table: TokenTable | None = None,
@@ -339,7 +343,7 @@ class WorkerReadouts:
 
         Args:
             work: the jobs of the step, with their rows.
-            parcel: has the results of earlier stages.
+            message: has the results of earlier stages.
             further: is added to the positions of the jobs' entries.
             starts: token position of each request's first row in the step, less
                 `further`.
@@ -352,13 +356,13 @@ class WorkerReadouts:
             self._beside.wait_stream(torch.cuda.current_stream())
             stream = torch.cuda.stream(self._beside)
         with stream:
-            results = _on_host([*parcel.results, *self._results(work, further)])
+            results = _on_host([*message.results, *self._results(work, further)])
         if self._device.type == "cuda":
             done = torch.cuda.Event(blocking=True)
             done.record(self._beside or torch.cuda.current_stream())
         if not self._has_rows:
             return
-        kept = [*work, *parcel.results]
+        kept = [*work, *message.results]
         self._pending = PendingReadouts(
             results, starts, further, done, kept, dict(self._split), table
         )
