@@ -12,5 +12,5 @@ ACTIVATION_CAPTURE = "VLLM_ACT_"
 
 
 def is_own(name: str) -> bool:
-    """Whether an environment variable has a meaning here that upstream does not know."""
+    """Whether a variable has a meaning here that upstream does not know."""
     return name in NAMES or name.startswith(ACTIVATION_CAPTURE)
