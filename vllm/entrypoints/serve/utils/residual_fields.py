@@ -81,7 +81,7 @@ FOREIGN: dict[str, str] = {
 }
 """By name of a field in another system: what to use instead."""
 
-_DISTINCT = tuple(one for one in FIELDS if one not in ("steering", "conversation_id"))
+_DISTINCT = tuple({*FIELDS, *HONOURED_ARGS} - {"steering", "conversation_id"})
 """Names that others' fields do not resemble, as `string` and `conversation` would."""
 
 WORDS = ("steer", "capture", "readout", "patch", "residual_stream", "apply_hook")
