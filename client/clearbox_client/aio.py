@@ -13,7 +13,15 @@ from clearbox_client.direct import is_direct
 from clearbox_client.direct_aio import AsyncDirectTransport
 from clearbox_client.errors import ClearboxError
 from clearbox_client.replies import Chunk, Reply
-from clearbox_client.requests import Messages, Prompt, body_of, document_of, headers_of
+from clearbox_client.requests import (
+    Messages,
+    Prompt,
+    address_of,
+    body_of,
+    document_of,
+    headers_of,
+    plain,
+)
 from clearbox_client.shared import Mapped
 from clearbox_client.tables import ARROW_ONLY, check_captures, table_in
 
@@ -36,7 +44,7 @@ class AsyncClient:
         if transport is None and is_direct(url):
             transport = AsyncDirectTransport()
         self._http = httpx.AsyncClient(
-            base_url=url,
+            base_url=address_of(url),
             headers=headers_of(api_key),
             timeout=timeout,
             transport=transport,
@@ -152,7 +160,7 @@ class AsyncClient:
     async def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
         path = f"/v1/steering/{what}"
         answer: dict[str, Any] = await self._ask(
-            "POST", path, json=fields, headers=headers_of(key)
+            "POST", path, json=plain(fields), headers=headers_of(key)
         )
         return answer
 

@@ -10,7 +10,15 @@ from clearbox_client.bulk import Content, accept_of, document_in, kind_of, read
 from clearbox_client.direct import DirectTransport, is_direct
 from clearbox_client.errors import ClearboxError
 from clearbox_client.replies import Chunk, Reply
-from clearbox_client.requests import Messages, Prompt, body_of, document_of, headers_of
+from clearbox_client.requests import (
+    Messages,
+    Prompt,
+    address_of,
+    body_of,
+    document_of,
+    headers_of,
+    plain,
+)
 from clearbox_client.shared import Mapped
 from clearbox_client.tables import ARROW_ONLY, check_captures, table_in
 
@@ -43,7 +51,7 @@ class Client:
         if transport is None and is_direct(url):
             transport = DirectTransport()
         self._http = httpx.Client(
-            base_url=url,
+            base_url=address_of(url),
             headers=headers_of(api_key),
             timeout=timeout,
             transport=transport,
@@ -181,7 +189,7 @@ class Client:
     def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
         path = f"/v1/steering/{what}"
         answer: dict[str, Any] = self._ask(
-            "POST", path, json=fields, headers=headers_of(key)
+            "POST", path, json=plain(fields), headers=headers_of(key)
         )
         return answer
 

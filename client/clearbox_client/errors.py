@@ -55,6 +55,8 @@ class ClearboxError(Exception):
             error = {"message": str(error)}
         text = str(error.get("message") or body)
         found = _EXTRAS.match(text)
+        if status < 400 and isinstance(error.get("code"), int):
+            status = error["code"]  # An event of a stream, which began with 200.
         parameter, value = error.get("param"), None
         if found is not None:
             text = found["text"]

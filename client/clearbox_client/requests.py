@@ -19,13 +19,14 @@ def body_of(model: str, prompt: Prompt | Messages, fields: Mapping[str, Any]) ->
     Args:
         model: the model's name on the server.
         prompt: a text or token ids for a completion, messages for a chat.
-        fields: other fields of the OpenAI interface and of Clearbox; None is omitted.
+        fields: other fields of the OpenAI interface and of Clearbox, which may hold
+            arrays; None is omitted.
 
     """
     chat = (
         not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
     )
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {name: plain(value) for name, value in fields.items() if value is not None}
     body = {"model": model, "return_token_ids": True, **given}
     if given.get("capture"):
         # A request for rows waits until they are there.
@@ -38,6 +39,17 @@ def body_of(model: str, prompt: Prompt | Messages, fields: Mapping[str, Any]) ->
     return (CHAT if chat else COMPLETIONS), body
 
 
+def plain(value: Any) -> Any:
+    """Arrays, tensors and numbers of numpy in nested values as lists and numbers."""
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        if all(type(one) in (int, float) for one in value):
+            return value  # The numbers of a vector.
+        return [plain(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def document_of(line: str) -> dict[str, Any] | None:
     """The JSON of a line of a stream; None if the line has none."""
     data = line.removeprefix("data:").strip()
@@ -45,6 +57,11 @@ def document_of(line: str) -> dict[str, Any] | None:
         return None
     document: dict[str, Any] = json.loads(data)
     return document
+
+
+def address_of(url: str) -> str:
+    """The server's address, also if it is given as OpenAI's client takes it."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def headers_of(api_key: str | None) -> dict[str, str]:

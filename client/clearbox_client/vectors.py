@@ -28,9 +28,26 @@ def pack(
         scales: factor of each layer's vector, or of all.
 
     Raises:
-        InputError: a vector is not one-dimensional, not finite, or of another width.
+        InputError: a vector is not one-dimensional, not finite, or of another width; or
+            a scale belongs to none.
 
     """
+    for hook, layers in vectors.items():
+        if not isinstance(layers, Mapping):
+            raise InputError(
+                f"{hook!r} must map layers to vectors: {{'post_block': {{5: v}}}}",
+                f"vectors.{hook}",
+                type(layers).__name__,
+            )
+    if isinstance(scales, Mapping):
+        known = {layer for layers in vectors.values() for layer in layers}
+        if unknown := scales.keys() - known:
+            raise InputError(
+                f"scales has {sorted(unknown)}, which have no vector; its keys must be "
+                f"among the layers {sorted(known)}",
+                "scales",
+                dict(scales),
+            )
     return {
         hook: _packed(hook, layers, dtype, scales) for hook, layers in vectors.items()
     }

@@ -20,6 +20,7 @@ from clearbox_client import (
     AsyncClient,
     ClearboxError,
     Client,
+    InputError,
     RowSet,
     decode,
     pack,
@@ -134,6 +135,18 @@ def test_vectors_that_cannot_be_are_refused(vectors: Any) -> None:
     assert error.remedy and error.remedy.startswith("all must be finite")
     assert error.parameter and error.parameter.startswith("vectors.post_block.")
     assert error.value
+
+
+@pytest.mark.parametrize(
+    ("vectors", "scales", "told"),
+    [
+        ({5: np.ones(3)}, None, "5 must map layers to vectors"),
+        ({"post_block": {5: np.ones(3)}}, {4: 2.0}, r"scales has \[4\]"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(vectors: Any, scales: Any, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        pack(vectors, scales=scales)
 
 
 RISK = {"kind": "probe", "positions": [2, 3], "taps": [[1, "post_block"]]} | {
@@ -277,6 +290,33 @@ def test_an_error_has_parameter_value_and_remedy() -> None:
             assert (error.status, error.parameter) == (400, "capture.inline.hooks")
             assert error.value == "[99]" and error.remedy == "the last is 5"
             assert error.message.endswith("the last is 5")
+
+
+def test_an_error_within_a_stream_has_the_status_of_its_event() -> None:
+    event = {"error": {"message": "no such name", "param": "x", "code": 400}}
+    answer = httpx.Response(200, content=f"data: {json.dumps(event)}\n\n".encode())
+    transport = httpx.MockTransport(answering([], answer))
+    with (
+        Client("http://x", transport=transport) as client,
+        pytest.raises(ClearboxError, match="no such name") as caught,
+    ):
+        list(client.stream("a"))
+    assert caught.value.status == 400
+
+
+def test_arrays_are_sent_as_lists_and_openais_address_is_understood() -> None:
+    sent: list[Any] = []
+    transport = httpx.MockTransport(answering(sent, httpx.Response(200, json=reply())))
+    vectors = {"post_block": {5: np.ones(2), 6: {"vector": torch.zeros(2)}}}
+    with Client("http://x/v1/", transport=transport) as client:
+        client.complete("a", steering_vectors=vectors)
+        client.register_module("name", vectors)
+    wanted = {"post_block": {"5": [1.0, 1.0], "6": {"vector": [0.0, 0.0]}}}
+    assert [path for path, _ in sent] == [
+        "/v1/completions",
+        "/v1/steering/modules/register",
+    ]
+    assert sent[0][1]["steering_vectors"] == sent[1][1]["vectors"] == wanted
 
 
 def test_no_server_and_no_json_are_errors_too() -> None:

@@ -77,3 +77,6 @@ def test_names_are_dropped_and_unknown_ones_are_listed(capture_server: Server) -
     assert status == 404 and "no rows are kept under this name" in str(reply)
     assert capture_server.get(f"{URL}?instance=inline").status == 404
     assert capture_server.get(f"{URL}/x?layers=a").status == 400
+    for query in ("layer=2", "hook=post_blok", "layer=2&drop=true"):
+        status, reply = capture_server.get(f"{URL}/x?{query}")
+        assert status == 400 and query.split("=")[0] in str(reply)

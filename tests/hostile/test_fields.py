@@ -13,6 +13,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.utils.residual_fields import (
     FIELDS,
     FOREIGN,
+    OBJECTS,
     refuse_args,
 )
 from vllm.exceptions import VLLMValidationError
@@ -27,6 +28,9 @@ MEANT = {
     "Steering_Vectors": "did you mean steering_vectors?",
     "captures": "did you mean capture?",
     "capture_waits": "did you mean capture_wait?",
+    "captur": "did you mean capture?",
+    "stering_name": "did you mean steering_name?",
+    "redouts": "did you mean readouts?",
     "steering_names": "did you mean steering_name?",
     "my_patches": "the fields are",
     "steering_scale": '"scale"',
@@ -62,7 +66,22 @@ def test_a_field_that_is_not_supported_is_refused(
 def test_other_extra_fields_pass_as_upstream_lets_them(
     kind: Any, body: dict[str, Any]
 ) -> None:
-    kind.model_validate({"model": "m", **body, "colour": "blue", "store": True})
+    others = {"colour": "blue", "store": True, "conversation": "c", "streaming": True}
+    kind.model_validate({"model": "m", **body, **others, "string": "s"})
+
+
+@pytest.mark.parametrize(("kind", "body"), KINDS)
+@pytest.mark.parametrize("value", [True, ["inline"], "cheerful", 3.5])
+def test_a_field_of_another_kind_is_answered_with_an_example(
+    kind: Any, body: dict[str, Any], value: Any
+) -> None:
+    for name, example in OBJECTS.items():
+        with pytest.raises(VLLMValidationError) as refused:
+            kind.model_validate({"model": "m", **body, name: value})
+        assert f"{name}: it must be an object, such as {example}" in str(refused.value)
+        assert ("steering_name" in str(refused.value)) == (
+            value == "cheerful" and "vectors" in name
+        )
 
 
 def test_what_is_implemented_is_not_called_foreign() -> None:

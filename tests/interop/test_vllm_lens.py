@@ -91,13 +91,13 @@ def tokens_of(output) -> list[int]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("layers", [True, [0, 2], "[2]"], ids=str)
+@pytest.mark.parametrize("layers", [True, 1, [0, 2], "[2]"], ids=str)
 def test_the_residual_stream_is_what_leaves_the_layers(llm, reference, layers) -> None:
     (output,) = llm.generate(PROMPT, asked(output_residual_stream=layers))
     stream = output.activations["residual_stream"]
     every = streams_of(reference, tokens_of(output))
     chosen = json.loads(layers) if isinstance(layers, str) else layers
-    expected = every if chosen is True else every[chosen]
+    expected = every if chosen == 1 else every[chosen]
     torch.testing.assert_close(stream, expected, rtol=0, atol=1e-4)
 
 
@@ -577,6 +577,8 @@ def test_a_request_may_ask_for_a_prompt_without_the_prefix_cache(llm) -> None:
     [
         ("output_qk", "queries and keys are not captured"),
         ("activations_transport", "Accept: application/safetensors"),
+        ("output_residual_strem", "did you mean output_residual_stream?"),
+        ("aply_hooks", "did you mean apply_hooks?"),
         ("output_residual_streams", "did you mean output_residual_stream?"),
         ("apply_hook", "did you mean apply_hooks?"),
         ("apply_steering_vector", "did you mean apply_steering_vectors?"),

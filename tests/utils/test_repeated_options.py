@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import logging
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.models import TOKENIZER
 from vllm.engine.arg_utils import EngineArgs
@@ -38,3 +41,27 @@ def test_one_value_in_a_file_is_the_option_once(tmp_path: Path) -> None:
     chosen = parse(tmp_path, "steering-api-key: one\ncapture-consumers: logging\n")
     assert chosen.steering_api_key == ["one"]
     assert chosen.capture_consumers == ["logging"]
+
+
+def test_a_file_is_read_before_the_subcommand_is_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("capture-consumers: [logging, inline]\n")
+    main = FlexibleArgumentParser()
+    serve = main.add_subparsers().add_parser("serve")
+    EngineArgs.add_cli_args(serve).add_argument("model_tag", nargs="?")
+    chosen = main.parse_args(["serve", "model", "--config", str(file)])
+    assert chosen.capture_consumers == ["logging", "inline"]
+
+
+def test_only_an_option_whose_first_value_is_lost_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = ["--capture-consumers", "inline", "--capture-consumers=logging"]
+    parser.parse_args(
+        [*given, "--steering-modules", "a=1", "--steering-modules", "b=2"]
+    )
+    assert "duplicate" not in caplog.text
+    parser.parse_args([*given, "--max-logprobs", "2", "--max-logprobs", "3"])
+    assert "Found duplicate keys --max-logprobs" in caplog.text

@@ -15,7 +15,7 @@ def repeat_options(
     """
     repeated = {
         name
-        for name, action in parser._option_string_actions.items()
+        for name, action in _repeatable(parser).items()
         if isinstance(action, argparse._AppendAction) and action.nargs is None
     }
     option, values, result = "", 0, []
@@ -28,3 +28,25 @@ def repeat_options(
             values += 1
         result.append(argument)
     return result
+
+
+def overwritten(parser: argparse.ArgumentParser, names: set[str]) -> set[str]:
+    """The options among `names` of which a later value replaces an earlier one."""
+    return names - _repeatable(parser).keys()
+
+
+def _repeatable(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The options of a parser and its subcommands that collect values.
+
+    `vllm` reads configuration files before it chooses the subcommand's parser.
+    """
+    found = {
+        name: action
+        for name, action in parser._option_string_actions.items()
+        if isinstance(action, (argparse._AppendAction, argparse._ExtendAction))
+    }
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subcommand in action.choices.values():
+                found |= _repeatable(subcommand)
+    return found

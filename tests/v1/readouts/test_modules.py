@@ -83,6 +83,7 @@ FILES: tuple[tuple[dict[str, torch.Tensor], dict[str, str], str], ...] = (
     (PROBE, {"layer": "1", "hook": "middle"}, "hook 'middle' has no meaning"),
     (PROBE, {"hook": "post_block"}, "needs a layer"),
     (PROBE, {"layer": "3"}, "post_block of layer 3, which is not"),
+    (PROBE, {"format": "clearbox-steering-v1"}, "does not say format="),
     (PROBE, {"cosine": "yes"}, "cosine 'yes' has no meaning"),
     ({"vectors": torch.zeros(2, 4)}, {"cosine": "true"}, "no direction"),
     (PROBE | {"bais": torch.ones(2)}, {}, "'bais' is none of"),

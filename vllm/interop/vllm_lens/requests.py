@@ -81,9 +81,10 @@ def _layers(raw: Any, num_layers: int) -> list[int]:
     where = f"extra_args.{STREAM}"
     if isinstance(raw, str):
         raw = _parsed(raw, where)
-    if raw is None or raw is False:
+    # The request's class turns true and false in vllm_xargs into 1 and 0.
+    if raw in (None, False, 0):
         return []
-    if raw is True:
+    if raw in (True, 1):
         return list(range(num_layers))
     if not isinstance(raw, list) or any(type(layer) is not int for layer in raw):
         raise CaptureValidationError(

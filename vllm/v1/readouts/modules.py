@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from vllm.steering.sae import SparseAutoencoder, load_sae
+from vllm.steering.sae.load import FILES as SAE_FILES
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.plan import Tap
 from vllm.v1.residual.addresses import OWN, hook_name
@@ -133,6 +134,14 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
             module = _from_safetensors(name, Path(path))
             if module is not None:
                 return module
+            if Path(path).name not in SAE_FILES:
+                raise fail(
+                    f"{name}: its metadata does not say format={FORMAT!r}, as that of "
+                    "probes and translators does, and it is no file of an SAE; save a "
+                    "probe with save_probe or vllm probe train",
+                    "path",
+                    path,
+                )
         return load_sae(path, tap)
     except SteeringValidationError as error:
         raise fail(f"{name}: {error.args[0]}", "path", path) from None

@@ -38,7 +38,12 @@ class SteerSubcommand(CLISubcommand):
             description=self.help,
             usage=f"vllm {self.name} {{{','.join(COMMANDS)}}} [options]",
         )
-        commands = parser.add_subparsers(required=True, dest="steer_command")
+        commands = parser.add_subparsers(
+            required=True,
+            dest="steer_command",
+            prog=f"vllm {self.name}",
+            metavar="COMMAND",
+        )
         called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
         for name, summary in COMMANDS.items() if called == self.name else ():
             words = f"{self.name} {name}"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Literal
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
@@ -19,7 +19,8 @@ from vllm.v1.capture.frontend.http import deferred
 from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.residual.bounds import cut
+from vllm.v1.residual.addresses import OWN, hook_name
+from vllm.v1.residual.bounds import cut, shown
 
 router = APIRouter(prefix="/v1/capture")
 
@@ -41,6 +42,19 @@ async def get_capture(request: Request) -> JSONResponse:
     return JSONResponse(capture.describe())
 
 
+def _refuse_unknown_query(request: Request) -> None:
+    """Refuse what upstream's framework ignores: `layer=3` would select every layer."""
+    known = sorted(one.alias for one in request.scope["route"].dependant.query_params)
+    for name in request.query_params.keys() - set(known):
+        raise HTTPException(
+            HTTPStatus.BAD_REQUEST,
+            f"{shown(name)}: the query has no such key; its keys are {known}",
+        )
+
+
+_KNOWN_QUERY = [Depends(_refuse_unknown_query)]
+
+
 class KeptRows(BaseModel):
     """The rows of a name, in the form of a completion's results."""
 
@@ -51,13 +65,13 @@ class KeptRows(BaseModel):
     """By `request id/sample index`."""
 
 
-@router.get("/memory")
+@router.get("/memory", dependencies=_KNOWN_QUERY)
 async def list_kept(request: Request, instance: str | None = None) -> JSONResponse:
     """The names under which the consumer `memory` keeps rows, and how much."""
     return JSONResponse(_refusing(read, _capture(request), None, instance))
 
 
-@router.get("/memory/{name}")
+@router.get("/memory/{name}", dependencies=_KNOWN_QUERY)
 async def get_kept(
     request: Request,
     name: str,
@@ -75,12 +89,12 @@ async def get_kept(
     The form is what `Accept` says: JSON, safetensors, an Arrow stream or multipart.
     """
     capture = _capture(request)
-    chosen = _layers(layers)
+    chosen, point = _layers(layers), _hook(hook)
     found = {}
     kept = _refusing(read, capture, name, instance)
     for one in kept:
         if request_id in (None, one.request_id):
-            rows = selected(one.rows, chosen, hook, start, stop)
+            rows = selected(one.rows, chosen, point, start, stop)
             rows.transport = transport
             key = (one.request_id, -1, "*")
             result = CaptureResult(key, "ok", payload=rows)
@@ -108,7 +122,7 @@ async def get_kept(
     return answered
 
 
-@router.delete("/memory/{name}")
+@router.delete("/memory/{name}", dependencies=_KNOWN_QUERY)
 async def delete_kept(
     request: Request, name: str, instance: str | None = None
 ) -> JSONResponse:
@@ -135,6 +149,17 @@ def _layers(text: str | None) -> list[int] | None:
             HTTPStatus.BAD_REQUEST,
             f"layers={cut(text or '')!r}: give layer numbers with commas, as in 0,2",
         ) from None
+
+
+def _hook(text: str | None) -> str | None:
+    """The hook point of a name, or of another system's name."""
+    found = None if text is None else hook_name(text)
+    if text is not None and found is None:
+        raise HTTPException(
+            HTTPStatus.BAD_REQUEST,
+            f"hook={shown(text)}: there is no such hook point; use one of {list(OWN)}",
+        )
+    return found
 
 
 def _capture(request: Request) -> NoCapture:

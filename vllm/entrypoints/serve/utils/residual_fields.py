@@ -81,8 +81,25 @@ FOREIGN: dict[str, str] = {
 }
 """By name of a field in another system: what to use instead."""
 
+_DISTINCT = tuple({*FIELDS, *HONOURED_ARGS} - {"steering", "conversation_id"})
+"""Names that others' fields do not resemble, as `string` and `conversation` would."""
+
 WORDS = ("steer", "capture", "readout", "patch", "residual_stream", "apply_hook")
 """An unknown field whose name contains one of these is treated as misspelt."""
+
+_VECTORS = '{"post_block": {"3": [...]}}'
+_CLAMPS = '{"post_block": {"3": [{"vector": [...], "max": 1.0}]}}'
+OBJECTS = {
+    "capture": '{"inline": {"hooks": {"post_block": [3]}}}',
+    "readouts": '{"lens": {"kind": "lens", "layers": "all"}}',
+    "steering_vectors": _VECTORS,
+    "prefill_steering_vectors": _VECTORS,
+    "decode_steering_vectors": _VECTORS,
+    "steering_clamps": _CLAMPS,
+    "prefill_steering_clamps": _CLAMPS,
+    "decode_steering_clamps": _CLAMPS,
+}
+"""By name of a field that holds an object: an example."""
 
 ARGS = ("vllm_xargs", "extra_args")
 """Fields that hold arguments for extensions."""
@@ -112,6 +129,8 @@ def refuse_unsupported(model_class: Any, data: Any) -> None:
             )
         if name in data and name not in known:
             raise _error(name, f"{name}: {_elsewhere(model_class)}")
+    for name in sorted(OBJECTS.keys() & data.keys()):
+        _refuse_other_kinds(name, data[name])
     refuse_unknown(data.keys() - known, known & set(FIELDS))
     for name in ARGS:
         refuse_args(data.get(name), name)
@@ -147,12 +166,22 @@ def refuse_unknown(
         )
 
 
+def _refuse_other_kinds(name: str, value: Any) -> None:
+    """Reject what is no object with an example; upstream's message has none."""
+    if value is None or isinstance(value, Mapping):
+        return
+    remedy = f"it must be an object, such as {OBJECTS[name]}"
+    if isinstance(value, str) and "vectors" in name:
+        remedy += "; the name of a module is given as steering_name"
+    raise _error(name, f"{name}: {remedy}", value)
+
+
 def _resembles_ours(name: str) -> bool:
     """Whether an unknown field is probably one of ours, misspelt."""
     lower = name.lower()[:60]
     if any(word in lower for word in WORDS):
         return True
-    return bool(difflib.get_close_matches(lower, ("stop_when",), cutoff=0.8))
+    return bool(difflib.get_close_matches(lower, _DISTINCT, n=1, cutoff=0.8))
 
 
 def refuse_args(args: Any, inside: str = "extra_args") -> None:
@@ -264,8 +293,8 @@ def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
             )
 
 
-def _error(name: str, message: str) -> VLLMValidationError:
+def _error(name: str, message: str, value: Any = None) -> VLLMValidationError:
     words = ("capture", "readout", "residual_stream", "stop_when")
     captures = any(word in name for word in words)
     kind = CaptureValidationError if captures else SteeringValidationError
-    return kind(message, parameter=name)
+    return kind(message, parameter=name, value=value)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat responses carry the results of captures and readouts."""
 
-from fork.language import add_argument, add_import, after, before
+from fork.language import add_argument, add_import, after, before, replace
 
 USAGE = """
 if include_continuous_usage:
@@ -19,6 +19,10 @@ if include_continuous_usage:
 """
 
 EDITS = [
+    add_import(
+        "from vllm.entrypoints.serve.utils import stream_errors",
+        why="Logs errors of streams.",
+    ),
     add_import(
         "from vllm.entrypoints.serve.capture import answers as capture_answers",
         why="Encodes rows off the event loop.",
@@ -105,5 +109,11 @@ for event in lens_responses.last_chunks(res):
     yield event
 """,
         why="A stream carries these rows in a separate chunk before its end.",
+    ),
+    replace(
+        scope="OpenAIServingChat.chat_completion_stream_generator",
+        anchor='logger.exception("Error in chat completion stream generator.")',
+        by='stream_errors.log(logger, "Error in chat completion stream generator.", e)',
+        why="An invalid request is no fault of the server and has no traceback.",
     ),
 ]

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completion responses carry the results of captures and readouts."""
 
-from fork.language import add_argument, add_import, before
+from fork.language import add_argument, add_import, before, replace
 
 EDITS = [
+    add_import(
+        "from vllm.entrypoints.serve.utils import stream_errors",
+        why="Logs errors of streams.",
+    ),
     add_import(
         "from vllm.entrypoints.serve.capture import answers as capture_answers",
         why="Encodes rows off the event loop.",
@@ -77,5 +81,11 @@ for event in lens_responses.last_chunks(res):
     yield event
 """,
         why="A stream carries these rows in a separate chunk before its end.",
+    ),
+    replace(
+        scope="OpenAIServingCompletion.completion_stream_generator",
+        anchor='logger.exception("Error in completion stream generator.")',
+        by='stream_errors.log(logger, "Error in completion stream generator.", e)',
+        why="An invalid request is no fault of the server and has no traceback.",
     ),
 ]
