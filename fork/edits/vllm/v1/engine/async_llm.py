@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serving engine has front ends of capture and steering."""
 
-from fork.language import add_import, after, before, last
+from fork.language import add_import, after, before, last, replace
 
 EDITS = [
+    add_import(
+        "from vllm.v1.residual import engine_stop",
+        why="Logs the end of the outputs.",
+    ),
     add_import(
         "from vllm.v1.residual import nonfinite_streams",
         why="Requests whose stream is no longer finite.",
@@ -132,5 +136,17 @@ if capture := getattr(self, "capture", None):
     capture.close()
 """,
         why="Stops the receiving thread: the engine has stopped.",
+    ),
+    before(
+        scope="AsyncLLM.shutdown",
+        anchor="engine_core.shutdown(timeout=timeout)",
+        insert="engine_core.stopping = True",
+        why="Tells this stop from the engine's death.",
+    ),
+    replace(
+        scope="AsyncLLM._run_output_handler.output_handler",
+        anchor='logger.exception("AsyncLLM output_handler failed.")',
+        by="engine_stop.log_end(logger, engine_core)",
+        why="A stop that gives the engine time is not reported as its death.",
     ),
 ]

@@ -14,8 +14,8 @@ EDITS = [
     ),
     last(
         scope="MPClient.__init__",
-        insert="self.steering_sent = SentVectors()",
-        why="Tracks the vectors that each engine already has.",
+        insert="self.steering_sent = SentVectors()\nself.stopping = False",
+        why="Which vectors each engine already has, and whether the front end stops.",
     ),
     before(
         scope="SyncMPClient._send_input",
