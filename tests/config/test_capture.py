@@ -88,6 +88,7 @@ def test_whatever_is_written_is_a_consumer_or_a_refusal(text: str) -> None:
         (":root=/a", "expected NAME"),
         ("filesystem:root", "'root' is not key=value"),
         ("filesystem:=3", "is not key=value"),
+        ("filesystem:root=/a,root=/b", "'root' is given twice"),
         ({"nam": "x"}, "'name', 'instance_name'"),
         ({"name": "x", "parms": {}}, "has the keys"),
         ({"name": 3}, "'name'"),

@@ -213,7 +213,7 @@ def test_modules_are_named_and_forgotten(server: Server, folder: Path) -> None:
     path = folder / "later.safetensors"
     save_probe(path, draw(1, HIDDEN), layer=0)
     route = "/v1/readouts/modules"
-    named = {"name": "later", "path": str(path)}
+    named = {"name": "later", "path": str(path), "replace": None}
     assert server.post(f"{route}/register", named).status == 401
     assert server.post(f"{route}/register", named, **KEY).status == 200
     assert server.post(f"{route}/register", named, **KEY).status == 400

@@ -205,6 +205,31 @@ def test_every_conversation_of_a_batch_is_steered(client: httpx.Client) -> None:
     assert refused.status_code == 400 and "nobody" in refused.text
 
 
+def test_a_batch_has_a_receipt_for_each_conversation(client: httpx.Client) -> None:
+    def receipts(*texts: str, **changes: Any) -> Any:
+        asked = [[{"role": "user", "content": text}] for text in texts]
+        body = {"model": "m", "max_tokens": 4, "temperature": 0, "messages": asked}
+        body |= {"steering_vectors": spec(), "steering_receipt": True, **changes}
+        response = client.post("/v1/chat/completions/batch", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()["steering"]
+
+    alone = receipts("Where is Anna?")
+    assert [one["op"] for one in alone["applied"]] == ["add"]
+    several = receipts("Where is Anna?", "Tell me about the old dog and Anna.")
+    assert list(several) == ["0", "1"]
+    told, other = (one["applied"][0]["tokens"] for one in several.values())
+    assert told == alone["applied"][0]["tokens"] != other
+    assert receipts("Where is Anna?", steering_receipt=False) is None
+
+
+def test_a_name_to_unregister_must_be_given(client: httpx.Client) -> None:
+    url = "/v1/steering/modules/unregister"
+    for body, status in (({"name": "nobody"}, 404), ({}, 400), ({"name": 3}, 400)):
+        response = client.post(url, json=body, headers=by(NEW_KEY))
+        assert response.status_code == status, response.text
+
+
 def test_global_vectors_are_set_merged_read_and_cleared(client: httpx.Client) -> None:
     plain = answer(complete(client))
     steered = answer(complete(client, steering_vectors=spec()))

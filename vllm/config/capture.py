@@ -72,6 +72,11 @@ def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
                 f"--capture-consumers {text!r}: {item!r} is not key=value; separate "
                 "parameters by commas, and quote a value with a comma as JSON"
             )
+        if key.strip() in params:
+            raise ValueError(
+                f"--capture-consumers {text!r}: {key.strip()!r} is given twice; keep "
+                "one of them"
+            )
         params[key.strip()] = _json_or_text(value.strip())
     instance_name = str(params.pop("instance_name", ""))
     return ConsumerConfig(name, instance_name, params)

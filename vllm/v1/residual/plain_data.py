@@ -59,7 +59,9 @@ def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"it has the key {shown(twice)} twice in one object")
+        raise ValueError(
+            f"it has the key {shown(twice)} twice in one object; keep one of them"
+        )
     return found
 
 

@@ -100,6 +100,8 @@ def test_names_are_those_of_their_kind() -> None:
     made.gate_vectors.unregister("calm", "steer")
     with pytest.raises(UnknownModuleError):
         made.gate_vectors.unregister("calm", "steer")
+    with pytest.raises(SteeringValidationError, match="name must be"):
+        made.gate_vectors.unregister(None, "steer")
     for bad in (packed([PROBE, STEER]), packed([1.0, 2.0]), {}):
         with pytest.raises(SteeringValidationError):
             made.gate_vectors.register("two", "probe", bad)

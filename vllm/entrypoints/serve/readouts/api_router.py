@@ -82,15 +82,15 @@ async def _register(request: Request, kind: str) -> JSONResponse:
     if (refused := refusal(request)) is not None:
         return refused
     body = await read_object(request, FIELDS, fail)
-    replace = body.get("replace", False)
-    if not isinstance(replace, bool):
+    replace = body.get("replace")
+    if not isinstance(replace, bool | None):
         raise fail("replace must be true or false", "replace", replace)
     described = await _engine(request).register_readout_module(
         body.get("name"),
         body.get("path"),
         body.get("layer"),
         body.get("hook"),
-        replace,
+        bool(replace),
         kind,
     )
     return JSONResponse({"status": "ok", "name": body["name"], **described})

@@ -66,12 +66,14 @@ class GateVectors:
 
         Raises:
             UnknownModuleError: there are none.
-            SteeringValidationError: `kind` is none.
+            SteeringValidationError: `kind` is none, or `name` is not text.
 
         """
         self._check_kind(kind)
+        if not isinstance(name, str):
+            raise fail("name must be the name of registered vectors", "name", name)
         with self._lock:
-            if not isinstance(name, str) or name not in self._vectors[kind]:
+            if name not in self._vectors[kind]:
                 raise UnknownModuleError(
                     f"name: no {kind} vector is named {shown(name)}; there are "
                     f"{listed(list(self._vectors[kind]))}",

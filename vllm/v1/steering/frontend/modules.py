@@ -93,10 +93,13 @@ class SteeringModules:
         """Refuse a name that is not registered.
 
         Raises:
+            SteeringValidationError: it is not text.
             UnknownModuleError: naming the parameter, the value and the remedy.
 
         """
-        if not isinstance(name, str) or name not in self._modules:
+        if not isinstance(name, str):
+            raise self._unknown(name, "name")
+        if name not in self._modules:
             unknown = self._unknown(name, "name")
             raise UnknownModuleError(
                 unknown.args[0], parameter="name", value=unknown.value

@@ -35,7 +35,7 @@ steering_module_ref: list[Any] | None = None
 steering_clamps: dict[str, Any] | None = None
 prefill_steering_clamps: dict[str, Any] | None = None
 decode_steering_clamps: dict[str, Any] | None = None
-steering_receipt: bool = False
+steering_receipt: bool = Field(default=False, strict=True)
 """,
         why="All conversations of a batch have the same steering.",
     ),
