@@ -139,3 +139,9 @@ def test_a_class_in_place_of_its_instance_is_refused_by_name() -> None:
 def test_a_key_that_is_no_layer_and_hook_is_refused(key: str) -> None:
     with pytest.raises(CaptureValidationError, match="LAYER:HOOK"):
         configured(f"--capture-graphsafe-key={key}")
+
+
+@pytest.mark.parametrize("key", ["16:post_block", "post_block.16"])
+def test_a_key_of_a_layer_that_the_model_lacks_is_refused(key: str) -> None:
+    with pytest.raises(CaptureValidationError, match="layers are 0 to 15"):
+        configured("--capture-graphsafe-key", key)

@@ -2,6 +2,7 @@
 """Command-line options of capture, and the `CaptureConfig` made from them."""
 
 import argparse
+import re
 from collections.abc import Collection
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -225,7 +226,7 @@ def capture_config(
         )
     for consumer in config.consumers:
         check_consumer(consumer_class(consumer.name), consumer.name)
-    _check_graphsafe_keys(config.graphsafe_keys)
+    _check_graphsafe_keys(config.graphsafe_keys, model_config)
     _check_spill(config, chosen)
     return config
 
@@ -343,12 +344,16 @@ def _check_override(value: object) -> None:
         )
 
 
-def _check_graphsafe_keys(keys: list[str]) -> None:
+def _check_graphsafe_keys(keys: list[str], model_config: "ModelConfig") -> None:
+    if not keys:
+        return
+    num_layers = model_config.get_total_num_hidden_layers()
     for key in keys:
         layer, _, hook = key.partition(":")
-        is_layer = layer == "all" or (layer.isascii() and layer.isdigit())
+        is_layer = layer == "all" or re.fullmatch("[0-9]{1,6}", layer) is not None
         named = hook == "all" or hook_name(hook) is not None
-        if not (is_layer and named) and parse_address(key) is None:
+        address = parse_address(key)
+        if not (is_layer and named) and address is None:
             raise CaptureValidationError(
                 f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
                 f'3:post_block; the hook points are {list(HOOK_NAMES)}, and "all" '
@@ -356,8 +361,15 @@ def _check_graphsafe_keys(keys: list[str]) -> None:
                 parameter="capture_graphsafe_key",
                 value=key,
             )
-    if keys:
-        logger.info(
-            "--capture-graphsafe-key has no effect: every key is captured inside CUDA "
-            "graphs"
-        )
+        index = address[0] if address is not None else int(layer.replace("all", "0"))
+        if index >= num_layers:
+            raise CaptureValidationError(
+                f"--capture-graphsafe-key {key!r}: this model's layers are 0 to "
+                f"{num_layers - 1}; name one of them",
+                parameter="capture_graphsafe_key",
+                value=key,
+            )
+    logger.info(
+        "--capture-graphsafe-key has no effect: every key is captured inside CUDA "
+        "graphs"
+    )
