@@ -61,6 +61,7 @@ def test_a_layer_selector_stands_for_sorted_layers(
         ({"last": 9}, ((0, 5),)),
         ({"ranges": [[1, 2], [-1, -1], [4, 6]]}, ((1, 3), (4, 7))),
         (np.arange(2), ((0, 2),)),
+        ({"ranges": np.array([[1, 2], [4, 6]])}, ((1, 3), (4, 7))),
     ],
 )
 def test_a_position_selector_follows_the_rule_of_rows(

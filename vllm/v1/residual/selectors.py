@@ -128,7 +128,7 @@ def is_index(value: Any) -> bool:
 def _position_ranges(raw: Mapping[Any, Any], at: str, fail: Fail) -> Spans:
     if raw.keys() == {"last"} and is_index(raw["last"]) and raw["last"] >= 1:
         return ((-int(raw["last"]), 0),)
-    pairs = raw.get("ranges")
+    pairs = as_list(raw.get("ranges"))
     if raw.keys() != {"ranges"} or not isinstance(pairs, (list, tuple)) or not pairs:
         raise fail(
             f'{at} must be a list, {{"last": k}} with k from 1, or '
@@ -153,6 +153,7 @@ def _position_ranges(raw: Mapping[Any, Any], at: str, fail: Fail) -> Spans:
 
 
 def _pair(pair: Any, at: str, fail: Fail) -> tuple[int, int]:
+    pair = as_list(pair)
     is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
     if not is_pair or not all(map(is_index, pair)) or pair[0] > pair[1]:
         raise fail(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.spec.clamps import as_entries
 from vllm.v1.steering.spec.parse import SteeredModel, by_phase, parse_vectors
 
 WIDTH = 4
@@ -68,6 +69,21 @@ def test_the_packed_form_is_the_list_form(
     expected = parse({"post_block": lists}).vectors
     assert found.keys() == expected.keys()
     assert all((found[tap] == expected[tap]).all() for tap in found)
+
+
+@pytest.mark.parametrize("convert", [np.array, torch.tensor])
+def test_the_lists_of_packed_forms_may_be_arrays(convert: Any) -> None:
+    rows = np.array([ONE, ONE], dtype="<f4")
+    data = base64.b64encode(rows.tobytes()).decode()
+    packed = {"dtype": "float32", "shape": convert([2, WIDTH]), "data": data}
+    added = packed | {"layer_indices": convert([0, 2]), "scales": convert([1.0, 2.0])}
+    assert parse({HERE: added}).vectors[2, HERE].tolist() == [2 * x for x in ONE]
+    bounds, strengths = convert([[0.0, 1.0], [2.0, 3.0]]), convert([0.5, 1.0])
+    clamps = packed | {"layer_indices": convert([1, 1])}
+    clamps |= {"bounds": bounds, "strengths": strengths}
+    first, second = parse(as_entries({HERE: clamps}, "steering_clamps")).operations
+    assert (first.low, first.high, first.details.strength) == (0.0, 1.0, 0.5)
+    assert (second.low, second.high, second.layer) == (2.0, 3.0, 1)
 
 
 def test_entries_of_one_list_add_up() -> None:

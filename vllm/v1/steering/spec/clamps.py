@@ -10,7 +10,10 @@ layers may repeat. They become entries whose operation is `clamp`.
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.selectors import as_list
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.packing import unpack_array
 
@@ -83,9 +86,9 @@ def _unpacked(packed: Mapping[str, Any], at: str) -> dict[Any, list[dict[str, An
             at,
             sorted(map(str, packed)),
         )
-    layers, bounds = packed["layer_indices"], packed["bounds"]
+    layers, bounds = as_list(packed["layer_indices"]), as_list(packed["bounds"])
     rows = unpack_array(packed, at, dimensions=(2,))
-    strengths = packed.get("strengths")
+    strengths = as_list(packed.get("strengths"))
     strengths = [1.0] * len(rows) if strengths is None else strengths
     for name, given in (
         ("layer_indices", layers),
@@ -101,14 +104,17 @@ def _unpacked(packed: Mapping[str, Any], at: str) -> dict[Any, list[dict[str, An
     if len(rows) > MAX_CLAMPS:
         raise fail(f"{at}: at most {MAX_CLAMPS} clamps", at, len(rows))
     found: dict[Any, list[dict[str, Any]]] = {}
-    for layer, row, pair, strength in zip(layers, rows, bounds, strengths, strict=True):
+    for layer, row, given, strength in zip(
+        layers, rows, bounds, strengths, strict=True
+    ):
+        pair = as_list(given)
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise fail(
                 f"{at}.bounds: each pair must be [min, max], of which one may be null",
                 f"{at}.bounds",
                 pair,
             )
-        if isinstance(layer, bool) or not isinstance(layer, (int, str)):
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer, str)):
             raise fail(f"{at}.layer_indices must be 0-based indices", at, layer)
         clamp = {"vector": row, "min": pair[0], "max": pair[1], "strength": strength}
         found.setdefault(str(layer), []).append({**clamp, "op": "clamp"})

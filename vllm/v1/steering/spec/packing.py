@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.selectors import as_list
 from vllm.v1.steering.errors import fail
 
 DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
@@ -38,7 +39,8 @@ def unpack_array(
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    shape, dtype, data = packed["shape"], packed["dtype"], packed["data"]
+    dtype, data = packed["dtype"], packed["data"]
+    shape = as_list(packed["shape"])
     if not isinstance(dtype, str) or dtype not in NAMES:
         raise fail(
             f"{at}.dtype: {shown(dtype)} is not one of {list(NAMES)}",

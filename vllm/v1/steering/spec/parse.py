@@ -10,7 +10,7 @@ import torch
 
 from vllm.v1.residual.addresses import OWN, hook_name, parse_address
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.selectors import layer_index, parse_layers
+from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Tap, Vector
@@ -393,7 +393,7 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
             at,
             sorted(map(str, packed)),
         )
-    layers = packed["layer_indices"]
+    layers = as_list(packed["layer_indices"])
     if not isinstance(layers, (list, tuple)) or not 0 < len(layers) <= MAX_ROWS:
         raise fail(
             f"{at}.layer_indices must list at least one layer, and at most {MAX_ROWS}",
@@ -401,7 +401,7 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
             layers,
         )
     rows = unpack_array(packed, at, dimensions=(2, 3))
-    scales = packed.get("scales")
+    scales = as_list(packed.get("scales"))
     given = [None] * len(layers) if scales is None else scales
     if len(rows) != len(layers) or not _is_list_of(given, len(layers)):
         raise fail(
