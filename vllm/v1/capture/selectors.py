@@ -246,13 +246,13 @@ def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
         if first + shift < 0 and stop != 0:
             raise fail(
                 f"{where}: position {first} from the prompt's end lies before its "
-                f"start; the prompt has {prompt} tokens",
+                f"start; the prompt has {prompt} token{'s' * (prompt != 1)}",
                 where,
                 first,
             )
         if stop + shift > end:
             raise fail(
-                f"{where}: with {prompt} prompt tokens and max_tokens="
+                f"{where}: with {prompt} prompt token{'s' * (prompt != 1)} and max_tokens="
                 f"{ctx.max_tokens} the last row is at position {end - 1} (the last "
                 "token is never fed back); leave the position out or raise max_tokens",
                 where,

@@ -60,8 +60,8 @@ def check_positions(
                 where = described if described == "all_prompt" else missed
                 raise fail(
                     f"{at}: no token is at {where}: {names[tier]} acts on {having}"
-                    f" of this request, which has {num_prompt} prompt tokens and "
-                    f"max_tokens={max_tokens}",
+                    f" of this request, which has {num_prompt} prompt "
+                    f"token{'s' * (num_prompt != 1)} and max_tokens={max_tokens}",
                     at,
                     where,
                 )
