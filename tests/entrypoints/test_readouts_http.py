@@ -192,7 +192,7 @@ def test_rows_come_with_chunks_if_asked_to(server: Server) -> None:
             {"readouts": {"p": PROBE}, "stop_when": [{"readout": "p", "index": 2}]},
             "above, below",
         ),
-        ({"stop_when": [{"readout": "p", "above": 1}]}, "readouts"),
+        ({"stop_when": [{"readout": "p", "above": 1}]}, "stop_when compares readouts"),
         ({"readouts": {"p": PROBE}, "stop_whem": []}, "stop_when"),
         ({"readouts": {"p": PROBE | {"layer": 9}}}, "readouts.p.layer: layer 9"),
     ],

@@ -81,6 +81,13 @@ class ReadoutAdmission:
         self._check_enabled(params)
         for name in ("readouts", "stop_when"):
             _check_range(getattr(params, name), name)
+        if params.readouts is None:
+            raise fail(
+                "stop_when compares readouts, and this request has none; send them in "
+                "readouts",
+                "stop_when",
+                params.stop_when,
+            )
         raw = plain(params.readouts)
         if not isinstance(raw, dict) or not 0 < len(raw) <= MAX_READOUTS:
             raise fail(
@@ -322,7 +329,8 @@ def _check_index(
     most = _values_of(readout, modules)
     if most is not None and index >= most:
         raise fail(
-            f"stop_when.index: {readout.name!r} has {most} values, 0 to {most - 1}",
+            f"stop_when.index: {readout.name!r} has {most} "
+            f"value{'s' * (most != 1)}, 0 to {most - 1}",
             "stop_when.index",
             index,
         )
