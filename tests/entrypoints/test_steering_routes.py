@@ -102,7 +102,7 @@ def test_an_answer_says_what_was_applied(client: TestClient) -> None:
         "0": {"pre_attn": {"decode_norm": pytest.approx(NORM)}},
     }
     same = {k: v for k, v in told.json().items() if k not in extra}
-    assert state == same | {"active_layers": active}
+    assert state == same and state["active_layers"] == active
     assert told.json()["status"] == "ok"
     assert told.json()["hook_points"] == ["post_block", "pre_attn"]
     assert told.json()["layers_updated"] == [0, 1]
@@ -110,7 +110,8 @@ def test_an_answer_says_what_was_applied(client: TestClient) -> None:
     assert norms == {"norm": pytest.approx(2 * NORM)}
     counts = ("configs_in_use", "max_configs", "rows_in_use", "max_rows")
     assert [state[name] for name in counts] == [0, 2, 2, 6]
-    assert post(client, "clear", {}).json()["rows_in_use"] == 0
+    cleared = post(client, "clear", {}).json()
+    assert cleared["rows_in_use"] == 0 and cleared["active_layers"] == {}
 
 
 def test_a_module_says_what_was_registered(client: TestClient) -> None:

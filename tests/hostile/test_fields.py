@@ -13,8 +13,10 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.utils.residual_fields import (
     FIELDS,
     FOREIGN,
+    MOST_COMPARED,
     OBJECTS,
     refuse_args,
+    refuse_unknown,
 )
 from vllm.exceptions import VLLMValidationError
 
@@ -149,3 +151,11 @@ def test_a_spec_without_its_consumer_is_refused_with_its_name(client: Client) ->
     assert "consumer's name: {'filesystem': {'hooks': ...}}" in str(refused.body)
     nothing = client.post("/v1/completions", body | {"capture": {}})
     assert nothing.status == 200, "an empty capture asks for nothing"
+
+
+def test_only_some_of_many_unknown_fields_are_compared_letter_by_letter() -> None:
+    many = {f"a{number:06}": 1 for number in range(MOST_COMPARED)}
+    before, after = {**many, "Captur": 1}, {**many, "captur": 1}
+    with pytest.raises(VLLMValidationError, match="did you mean capture"):
+        refuse_unknown(before, FIELDS)
+    refuse_unknown(after, FIELDS)

@@ -143,6 +143,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "steering_vectors.post_attn.1",
     ),
     (
+        {BASE: at({"op": "replace", "from": "run"})},
+        "send them as vectors",
+        "steering_vectors.post_attn.1",
+    ),
+    (
         {BASE: at({"vector": ONE, "scale": BIG})},
         "finite number",
         "steering_vectors.post_attn.1.scale",

@@ -70,7 +70,7 @@ for _path in sorted(MUTATING):
 async def get_steering(request: Request) -> JSONResponse:
     """The global vectors, and how many configurations are in use."""
     answer = await _control(request).get()
-    return JSONResponse({**answer, "active_layers": _by_layer(answer)})
+    return JSONResponse(_with_layers(answer))
 
 
 @reading.get("/layers")
@@ -148,7 +148,7 @@ async def set_steering(request: Request) -> JSONResponse:
         answer = await control.set(
             base, prefill, decode, _flag(body, "replace"), Clamps(*clamps)
         )
-        return {**_done(answer["applied"]), **answer}
+        return {**_done(answer["applied"]), **_with_layers(answer)}
 
     return await _change(request, (*names, "replace"), change)
 
@@ -158,7 +158,7 @@ async def clear_steering(request: Request) -> JSONResponse:
     """Remove all global vectors; vectors of requests are not affected."""
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        return {"status": "ok", **await control.clear()}
+        return {"status": "ok", **_with_layers(await control.clear())}
 
     return await _change(request, (), change)
 
@@ -192,6 +192,11 @@ async def unregister_module(request: Request) -> JSONResponse:
         return {"status": "ok", **answer}
 
     return await _change(request, ("name",), change)
+
+
+def _with_layers(answer: Answer) -> Answer:
+    """The state of steering, with what acts at each layer."""
+    return {**answer, "active_layers": _by_layer(answer)}
 
 
 def _by_layer(answer: Answer) -> dict[str, dict[str, dict[str, Any]]]:

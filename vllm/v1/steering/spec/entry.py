@@ -174,11 +174,7 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
         raise fail(
             f'{at}: an entry is a vector, or an object, with "op": "{op}" of the keys '
             f"{keys}; "
-            + (
-                f"it has no key {shown(unknown[0])}"
-                if unknown
-                else f"{missing[0]} is missing"
-            ),
+            + (_refused_key(unknown[0]) if unknown else f"{missing[0]} is missing"),
             at,
             sorted(map(str, entry)),
         )
@@ -206,6 +202,12 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
                 op,
             )
     return op
+
+
+def _refused_key(name: str) -> str:
+    if name == "from":
+        return 'rows of another run are not read by "from": send them as vectors'
+    return f"it has no key {shown(name)}"
 
 
 def _number(entry: Mapping[str, Any], name: str, default: float, at: str) -> float:
