@@ -40,7 +40,7 @@ def _repeatable(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
     `vllm` reads configuration files before it chooses the subcommand's parser.
     """
-    found = {
+    found: dict[str, argparse.Action] = {
         name: action
         for name, action in parser._option_string_actions.items()
         if isinstance(action, (argparse._AppendAction, argparse._ExtendAction))
