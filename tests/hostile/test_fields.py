@@ -34,7 +34,9 @@ MEANT = {
     "stering_name": "did you mean steering_name?",
     "redouts": "did you mean readouts?",
     "steering_names": "did you mean steering_name?",
-    "my_patches": "the fields are",
+    "STEERING_NAME": "did you mean steering_name?",
+    "my_patches": "patching",
+    "dispatches": "the fields are",
     "steering_scale": '"scale"',
     "vectors": "steering_vectors",
     "steering": "steering_vectors",
@@ -109,9 +111,15 @@ def test_a_field_that_stands_too_deep_is_refused() -> None:
     deep = {"vllm_xargs": {"capture": "x"}}
     with pytest.raises(VLLMValidationError, match="put it next to vllm_xargs"):
         CompletionRequest.model_validate({"model": "m", "prompt": "x", **deep})
-    deep = {"extra_body": {"steering_vectors": {}}}
-    with pytest.raises(VLLMValidationError, match="at the top level"):
-        CompletionRequest.model_validate({"model": "m", "prompt": "x", **deep})
+    for inside in ("extra_body", "sampling_params"):
+        for name, said in (
+            ("steering_vectors", "at the top level"),
+            ("steering_vector", "did you mean steering_vectors"),
+        ):
+            body = {"model": "m", "prompt": "x", inside: {name: {}}}
+            with pytest.raises(VLLMValidationError, match=said) as refused:
+                CompletionRequest.model_validate(body)
+            assert refused.value.parameter == f"{inside}.{name}"
     for params in ({"steered": []}, {"extra_args": {"capture_layers": []}}):
         body = {"token_ids": [1], "sampling_params": params}
         with pytest.raises(VLLMValidationError, match="sampling_params"):

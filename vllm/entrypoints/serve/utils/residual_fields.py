@@ -10,6 +10,7 @@ A supported field is a field of the request's class. A supported key of `vllm_xa
 """
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -87,6 +88,9 @@ _DISTINCT = tuple({*FIELDS, *HONOURED_ARGS} - {"steering", "conversation_id"})
 MOST_COMPARED = 256
 """Most unknown names of an object that are compared letter by letter, at 30 µs each."""
 
+_PATCHES = re.compile(r"(?<![a-z])patch")
+"""Matches names of fields that patch; a dispatch is none."""
+
 WORDS = ("steer", "capture", "readout", "patch", "residual_stream", "apply_hook")
 """An unknown field whose name contains one of these is treated as misspelt."""
 
@@ -103,6 +107,13 @@ OBJECTS = {
     "decode_steering_clamps": _CLAMPS,
 }
 """By name of a field that holds an object: an example."""
+
+_UNREAD = {
+    "extra_body": "extra_body is a parameter of OpenAI's client, which puts its keys "
+    "at the top level",
+    "sampling_params": "this request has no sampling_params",
+}
+"""Fields that a request may lack, in which clients nest ours: why they are not read."""
 
 ARGS = ("vllm_xargs", "extra_args")
 """Fields that hold arguments for extensions."""
@@ -257,9 +268,12 @@ def _elsewhere(model_class: Any) -> str:
 
 def _meant(name: str, known: Collection[str]) -> str:
     """A hint at what a misspelt name probably means."""
-    close = difflib.get_close_matches(name[:60], sorted(known), n=1, cutoff=0.5)
+    lower = name.lower()[:60]
+    close = difflib.get_close_matches(lower, sorted(known), n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}?"
+    if _PATCHES.search(lower):
+        return _NO_PATCH
     if known:
         return f"the fields are {sorted(known)}"
     return "leave it out: this request can neither be captured nor steered"
@@ -272,14 +286,14 @@ def _refuse_nested(model_class: Any, data: Mapping[str, Any]) -> None:
         known = set(SamplingParams.__struct_fields__)
         refuse_unknown(params.keys() - known, FIELDS, "sampling_params")
         refuse_args(params.get("extra_args"), "sampling_params.extra_args")
-    extra = data.get("extra_body")
-    if isinstance(extra, Mapping) and "extra_body" not in model_class.model_fields:
-        for name in sorted(set(map(str, extra)) & {*FIELDS, *FOREIGN}):
-            raise _error(
-                f"extra_body.{name}",
-                f"extra_body.{name}: extra_body is a parameter of OpenAI's client, "
-                "which puts its keys at the top level; put the field there",
-            )
+    for inside, why in _UNREAD.items():
+        nested = data.get(inside)
+        if inside in model_class.model_fields or not isinstance(nested, Mapping):
+            continue
+        for name in sorted(set(map(str, nested)) & {*FIELDS, *FOREIGN}):
+            where = f"{inside}.{name}"
+            raise _error(where, f"{where}: {why}; put the field at the top level")
+        refuse_unknown(nested.keys(), FIELDS, inside)
 
 
 def _refuse_shared_request_id(data: Mapping[str, Any]) -> None:
