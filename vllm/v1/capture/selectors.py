@@ -254,7 +254,8 @@ def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
             raise fail(
                 f"{where}: with {prompt} prompt token{'s' * (prompt != 1)} and "
                 f"max_tokens={ctx.max_tokens} the last row is at position {end - 1} "
-                "(the last token is never fed back); leave the position out or raise max_tokens",
+                "(the last token is never fed back); leave the position out or raise "
+                "max_tokens",
                 where,
                 stop - 1,
             )
