@@ -110,15 +110,6 @@ def test_a_file_that_is_not_what_it_says_is_refused(
     assert str(refused.value).startswith("mood: ") and refused.value.parameter == "path"
 
 
-def test_a_safetensors_file_of_another_format_could_have_been_a_probe(
-    tmp_path: Path,
-) -> None:
-    path = str(tmp_path / "tone.safetensors")
-    save_file(PROBE, path, {"format": "clearbox-steering-v1"})
-    with pytest.raises(ReadoutValidationError, match="not an SAE.*of a probe or trans"):
-        described_file("tone", path, model_config(4))
-
-
 def test_a_module_is_for_hook_points_that_the_loaded_model_has() -> None:
     points = {0: ("pre_attn", "post_block"), 1: ("pre_attn",)}
     check_place(replace(info(""), tap=(0, "post_block")), points)

@@ -134,10 +134,17 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
             module = _from_safetensors(name, Path(path))
             if module is not None:
                 return module
+            if Path(path).name not in SAE_FILES:
+                raise fail(
+                    f"{name}: its metadata does not say format={FORMAT!r}, as that of "
+                    "probes and translators does, and it is no file of an SAE; save a "
+                    "probe with save_probe or vllm probe train",
+                    "path",
+                    path,
+                )
         return load_sae(path, tap)
     except SteeringValidationError as error:
-        why = f"{error.args[0]}{_not_a_probe(Path(path))}"
-        raise fail(f"{name}: {why}", "path", path) from None
+        raise fail(f"{name}: {error.args[0]}", "path", path) from None
     except OSError as error:  # No permission, or no name that a file can have.
         why = error.strerror or type(error).__name__
         raise fail(f"path cannot be read: {why}", "path", path) from None
@@ -410,13 +417,6 @@ def _from_safetensors(name: str, path: Path) -> Module | None:
     if kind == "translator":
         return _translator(name, path, said, tensors)
     raise fail(f"{name}: kind {kind!r} is not probe or translator", "path", str(path))
-
-
-def _not_a_probe(path: Path) -> str:
-    """Why a file that no SAE's layout names was not read as a probe or translator."""
-    if path.suffix != ".safetensors" or path.name in SAE_FILES or not path.is_file():
-        return ""
-    return f"; the metadata of a probe or translator has format={FORMAT!r}, as save_probe and vllm probe train write it"
 
 
 def _probe(
