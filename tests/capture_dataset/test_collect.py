@@ -209,7 +209,10 @@ def test_a_folder_of_another_data_set_is_refused(source: Path, tmp_path: Path) -
         ({"layers": (9,)}, "layer 9.*has no hook point"),
         ({"hooks": ("mlp_in",)}, "'mlp_in'"),
         ({"max_tokens": 60}, "line 1 has . tokens.*takes 4.*--truncate 4"),
-        ({"positions": [0, 30]}, "30 is beyond the end of line 1"),
+        ({"positions": [0, 30]}, "30 is outside of line 1"),
+        ({"positions": [-30]}, "-30 is outside of line 1"),
+        ({"positions": {"ranges": [[0, 30]]}}, "30 is outside of line 1"),
+        ({"positions": "al"}, "positions must"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_before_anything_runs(

@@ -169,6 +169,10 @@ def run_cli(*words: str) -> int:
         (["{source}", "--out", "o"], "give --model MODEL or --server URL"),
         (["{source}", "--model", "m"], "give the data set"),
         (["{source}", "--model", "m", "--out", "o", "--hook", "x"], "unknown"),
+        (
+            ["{source}", "--model", "m", "--out", "o", "--positions", "al"],
+            "positions must",
+        ),
         (["{source}", "--model", "m", "--out", "o", "--column", "y"], "no column 'y'"),
         (["{source}", "--model", "m", "--out", "o", "--limit", "0"], "at least 1"),
         (["{source}", "--server", "http://127.0.0.1:9", "--out", "o"], "server: http"),

@@ -14,7 +14,7 @@ from vllm.capture_dataset.shards import groups
 from vllm.capture_dataset.spec import ModelFacts, OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.v1.capture.errors import fail
-from vllm.v1.capture.selectors import POSITION_NAMES
+from vllm.v1.residual.selectors import Spans, parse_positions
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -159,12 +159,12 @@ class Plan:
         A token covers at least one byte, so most prompts need not be tokenized here.
         """
         room = self.model.max_model_len - self.rows.max_tokens
-        survey, positions = self.survey, self.rows.positions
+        survey = self.survey
+        spans = parse_positions(self.rows.positions, "positions", fail)
         truncate = survey.spec.truncate
         fits = truncate is not None and truncate <= room
         fits = fits or (not survey.has_chats and survey.longest_bytes + 8 <= room)
-        listed = not (isinstance(positions, str) and positions in POSITION_NAMES)
-        if fits and not listed:
+        if fits and isinstance(spans, str):
             return
         for prompt in self.prompts():
             count = len(prompt.token_ids)
@@ -176,14 +176,27 @@ class Plan:
                     "source",
                     count,
                 )
-            last = max(positions) if listed and isinstance(positions, list) else 0
-            if last >= count + self.rows.max_tokens - 1:
+            if isinstance(spans, str):
+                continue
+            outside = _outside(spans, count, self.rows.max_tokens)
+            if outside is not None:
                 raise fail(
-                    f"positions: {last} is beyond the end of {prompt.entry.where}, "
-                    f"which has {count} tokens; leave it out, or choose a name",
+                    f"positions: {outside} is outside of {prompt.entry.where}, which "
+                    f"has {count} tokens; leave it out, or choose a name",
                     "positions",
-                    positions,
+                    outside,
                 )
+
+
+def _outside(spans: Spans, num_prompt: int, max_tokens: int) -> int | None:
+    """A selected position that a request does not have; None if it has all."""
+    for first, stop in spans:
+        shift = num_prompt if first < 0 else 0
+        if first + shift < 0 and stop != 0:  # `{"last": k}` ends at 0, and is cut.
+            return first
+        if stop + shift > num_prompt + max_tokens - 1:
+            return stop - 1
+    return None
 
 
 def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:

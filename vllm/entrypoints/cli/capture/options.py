@@ -19,6 +19,7 @@ from vllm.utils.argparse_utils import human_readable_int
 from vllm.v1.capture.errors import fail
 from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.addresses import hook_name, parse_address
+from vllm.v1.residual.selectors import parse_positions
 
 COMPRESSIONS = ("none", "zstd", "lz4")
 
@@ -191,9 +192,12 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         if value is not None and value < least:
             option = f"--{name.replace('_', '-')}"
             raise fail(f"{name}: {option} must be at least {least}", name, value)
+    parse_positions(args.positions, "positions", fail)
     _resolve_hooks(args)
     if (args.model is None) == (args.server is None):
-        raise fail("model: give --model MODEL or --server URL", "model", args.model)
+        raise fail(
+            "model: give --model MODEL or --server URL, not both", "model", args.model
+        )
     if args.out is None and not args.dry_run:
         raise fail("out: give the data set's folder with --out DIR", "out", None)
     source = SourceSpec(
