@@ -137,8 +137,8 @@ def test_facts_after_a_files_name_may_hold_an_address() -> None:
 def test_unknown_forms_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SteeringValidationError, match="no known form"):
         read_vectors(tmp_path / "v.txt")
-    with pytest.raises(SteeringValidationError, match="no known form"):
-        write_vectors(tmp_path / "v.txt", one())
+    with pytest.raises(SteeringValidationError, match="cannot be written.*'.npz'"):
+        write_vectors(tmp_path / "v.svec", one())
     with pytest.raises(SteeringValidationError, match="no folder"):
         write_vectors(tmp_path / "a" / "v.pt", one())
 

@@ -181,7 +181,12 @@ def write_vectors(
     elif file.suffix in WRITTEN:
         write_dictionary(file, vectors)
     else:
-        raise _unknown(file)
+        raise fail(
+            f"path: {str(file)!r} cannot be written; the forms that can be are "
+            f"{[*OURS, '.gguf', *WRITTEN]}",
+            "path",
+            str(file),
+        )
 
 
 def reworked(
