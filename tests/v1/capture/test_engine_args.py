@@ -110,6 +110,8 @@ def test_graphsafe_keys_are_accepted_under_both_names() -> None:
     options = ("--capture-graphsafe-key", "3:post_block")
     config = configured(*options, capture_graphsafe_keys=["resid_pre.0", "all:all"])
     assert config.graphsafe_keys == ["3:post_block", "resid_pre.0", "all:all"]
+    one = configured(capture_graphsafe_key="3:post_block")
+    assert one.graphsafe_keys == ["3:post_block"]
 
 
 def test_a_whole_configuration_is_refused_with_what_to_use() -> None:

@@ -212,8 +212,8 @@ def capture_config(
         mlp_points=args.mlp_hook_points,
         readouts=reads,
         graphsafe_keys=[
-            *(args.capture_graphsafe_key or ()),
-            *(args.capture_graphsafe_keys or ()),
+            *_texts(args.capture_graphsafe_key),
+            *_texts(args.capture_graphsafe_keys),
         ],
         **{name: value for name, value in chosen.items() if value is not None},
     )
@@ -342,6 +342,11 @@ def _check_override(value: object) -> None:
             parameter="capture_consumers_config_override",
             value=type(value).__name__,
         )
+
+
+def _texts(given: list[str] | str | None) -> list[str]:
+    """One text, or several, as a list."""
+    return [given] if isinstance(given, str) else list(given or ())
 
 
 def _check_graphsafe_keys(keys: list[str], model_config: "ModelConfig") -> None:
