@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in capture requests, as subclasses of upstream's client error (HTTP 400)."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.residual.bounds import cut, shown
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 
 class CaptureValidationError(VLLMValidationError, ValueError):
@@ -39,3 +42,16 @@ class UnknownCaptureConsumerError(CaptureValidationError):
 def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
     """The error for `parameter`, with long values shortened; the caller raises it."""
     return CaptureValidationError(message, parameter=parameter, value=shown(value))
+
+
+def check_flags(params: "SamplingParams") -> None:
+    """Refuse flags that are not true or false: the engine core could not read them.
+
+    Raises:
+        CaptureValidationError: names the parameter, the value and the remedy.
+
+    """
+    for name in ("capture_wait", "capture_stream"):
+        value = getattr(params, name)
+        if not isinstance(value, bool):
+            raise fail(f"{name} must be true or false", name, value)

@@ -19,6 +19,7 @@ from vllm.v1.capture.errors import (
     UnknownCaptureConsumerError,
 )
 from vllm.v1.capture.frontend.admission import Admission
+from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.plan import LIVE, OPEN_END, CapturePlan
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureSpec
@@ -250,6 +251,16 @@ def test_rows_that_outputs_carry_are_read_once_more() -> None:
 def test_a_capture_that_is_no_object_is_refused(capture: Any) -> None:
     with pytest.raises(CaptureValidationError, match="must map consumers"):
         plan(admission(), capture)
+
+
+@pytest.mark.parametrize("flag", ["capture_wait", "capture_stream"])
+def test_a_flag_that_the_engine_core_could_not_read_is_refused(flag: str) -> None:
+    wrong: dict[str, Any] = {flag: "no"}
+    params, said = SamplingParams(**wrong), f"{flag} must be true or false"
+    with pytest.raises(CaptureValidationError, match=said):
+        admission().plan("r", params, 5, "ipc://here")
+    with pytest.raises(CaptureValidationError, match=said):
+        NoCapture().admit("r", params, 5)
 
 
 def test_an_empty_capture_asks_for_nothing() -> None:

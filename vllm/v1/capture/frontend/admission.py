@@ -15,6 +15,7 @@ from vllm.v1.capture.core.scheduler import scheduling_lag
 from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
+    check_flags,
     fail,
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
@@ -162,6 +163,7 @@ class Admission:
             CaptureValidationError: names the parameter, the value and the remedy.
 
         """
+        check_flags(params)
         if params.capture == {}:
             params.capture = None  # Asks for nothing.
         asks = params.capture, params.readouts, params.stop_when

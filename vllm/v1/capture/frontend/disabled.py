@@ -4,7 +4,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.errors import fail
+from vllm.v1.capture.errors import check_flags, fail
 from vllm.v1.readouts.errors import fail as readout_error
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class NoCapture:
             CaptureValidationError: it does; the message names the option to start with.
 
         """
+        check_flags(params)
         for name in ("readouts", "stop_when"):
             if getattr(params, name) is not None:
                 raise readout_error(

@@ -103,6 +103,8 @@ class ReadoutAdmission:
             readouts.append(parse_readout(name, spec, ctx, server))
         stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
         params.readouts = without_functions(raw)
+        if params.stop_when is not None:
+            params.stop_when = _listed_stops(params.stop_when)
         return ReadoutPlan((*readouts, *steps), stops)
 
     def _for_step(self, name: str, spec: CaptureSpec, ctx: CaptureContext) -> Readout:
@@ -228,8 +230,7 @@ def parse_stops(
     """
     if raw is None:
         return ()
-    stops = plain(raw)
-    stops = [stops] if isinstance(stops, dict) else stops
+    stops = _listed_stops(raw)
     if not isinstance(stops, list) or not 0 < len(stops) <= MAX_READOUTS:
         raise fail(
             'stop_when must be a list such as [{"readout": "my_probe", "above": 0.9}]',
@@ -238,6 +239,12 @@ def parse_stops(
         )
     by_name = {one.name: one for one in readouts}
     return tuple(_stop(one, by_name, ctx, modules) for one in stops)
+
+
+def _listed_stops(raw: Any) -> Any:
+    """The conditions as plain data; a single one becomes a list."""
+    stops = plain(raw)
+    return [stops] if isinstance(stops, dict) else stops
 
 
 def _stop(
