@@ -240,12 +240,19 @@ def test_numpy_integers_are_positions() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
     params: Any = SimpleNamespace(**dict.fromkeys(FIELDS), steering_receipt=False)
+    params.conversation_id = None
     NO_STEERING_FRONTEND.admit(params, PROMPT)
     setattr(params, name, {})
     with pytest.raises(ValueError, match="--enable-steering") as found:
         NO_STEERING_FRONTEND.admit(params, PROMPT)
     assert isinstance(found.value, SteeringValidationError)
     assert found.value.parameter == name
+
+
+@pytest.mark.parametrize("value", [0, "no", None, np.zeros(3)])
+def test_a_receipt_is_true_or_false(value: Any) -> None:
+    with pytest.raises(SteeringValidationError, match="steering_receipt must be true"):
+        admit(admission(), steering_receipt=value)
 
 
 def test_a_session_whose_prompt_comes_in_parts_is_refused_with_the_remedy() -> None:

@@ -164,11 +164,11 @@ class Admission:
 
         """
         check_flags(params)
-        if params.capture == {}:
+        if isinstance(params.capture, Mapping) and not params.capture:
             params.capture = None  # Asks for nothing.
         asks = params.capture, params.readouts, params.stop_when
         for_all = self._global_specs or self.readouts.steps
-        if asks == (None, None, None) and not for_all:
+        if not for_all and all(one is None for one in asks):
             return None
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:

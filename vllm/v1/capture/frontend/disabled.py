@@ -42,7 +42,7 @@ class NoCapture:
                     name,
                     getattr(params, name),
                 )
-        if params.capture == {}:
+        if isinstance(params.capture, Mapping) and not params.capture:
             params.capture = None  # Asks for nothing.
         if params.capture is not None:
             raise fail(

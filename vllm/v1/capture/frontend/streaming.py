@@ -181,9 +181,8 @@ class LiveRows:
     def instances(self, params: "SamplingParams") -> frozenset[str]:
         """The consumers whose rows the intermediate outputs of a request carry."""
         final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
-        return (
-            frozenset() if final_only or not params.capture_stream else self._streaming
-        )
+        asked = not final_only and params.capture_stream is True
+        return self._streaming if asked else frozenset()
 
     def open(
         self,

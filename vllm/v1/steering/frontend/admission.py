@@ -99,6 +99,7 @@ class SteeringAdmission:
             SteeringValidationError: naming the parameter, the value, the remedy.
 
         """
+        check_kinds(params)
         raw = {tier: getattr(params, name) for tier, name in REQUEST_FIELDS.items()}
         gates, receipt = self._gates(params), self._wants_receipt(params)
         given = gates or any(getattr(params, name) is not None for name in FIELDS)
@@ -142,10 +143,6 @@ class SteeringAdmission:
 
     def _wants_receipt(self, params: "SamplingParams") -> bool:
         wants = params.steering_receipt
-        if not isinstance(wants, bool):
-            raise fail(
-                "steering_receipt must be true or false", "steering_receipt", wants
-            )
         if wants and (reason := self.model.placement.no_receipt):
             raise fail(f"steering_receipt: {reason}", "steering_receipt", wants)
         return wants
@@ -153,8 +150,6 @@ class SteeringAdmission:
     def _gates(self, params: "SamplingParams") -> list[Gate]:
         """The request's gates, after those that its conversation has kept."""
         conversation, raw = params.conversation_id, params.steering
-        if conversation is not None and not isinstance(conversation, str):
-            raise fail("conversation_id must be text", "conversation_id", conversation)
         given = [] if raw is None else parse_gates(raw, self.gate_vectors.resolve)
         staying = [gate for gate in given if gate.stays]
         if staying and not (conversation and self.keeps_conversations):
@@ -284,6 +279,22 @@ class SteeringAdmission:
                 sorted(map(str, raw)) if isinstance(raw, Mapping) else raw,
             )
         return self.parse({names[k]: v for k, v in raw.items()}, GLOBAL_FIELDS)
+
+
+def check_kinds(params: "SamplingParams") -> None:
+    """Refuse fields of a kind that the engine core could not read.
+
+    Raises:
+        SteeringValidationError: naming the parameter and the value.
+
+    """
+    receipt, conversation = params.steering_receipt, params.conversation_id
+    if not isinstance(receipt, bool):
+        raise fail(
+            "steering_receipt must be true or false", "steering_receipt", receipt
+        )
+    if conversation is not None and not isinstance(conversation, str):
+        raise fail("conversation_id must be text", "conversation_id", conversation)
 
 
 def _first_of(params: "SamplingParams") -> str:

@@ -12,6 +12,7 @@ from vllm.v1.steering.frontend.admission import (
     FIELDS,
     GLOBAL_FIELDS,
     SteeringAdmission,
+    check_kinds,
 )
 from vllm.v1.steering.frontend.early_files import about_module
 from vllm.v1.steering.frontend.gate_vectors import GateVectors
@@ -75,9 +76,11 @@ class NoSteering:
         """Refuse a request that asks for steering.
 
         Raises:
-            SteeringValidationError: the request asks for steering.
+            SteeringValidationError: the request asks for steering, or has a field that
+                the engine core could not read.
 
         """
+        check_kinds(params)
         for name in FIELDS:
             value = getattr(params, name)
             if value is not None:
