@@ -137,6 +137,12 @@ class Spec:
         found = self.server.modules.get(name) if isinstance(name, str) else None
         if found is None or found.kind != kind:
             having = sorted(n for n, m in self.server.modules.items() if m.kind == kind)
+            if not isinstance(name, str):
+                raise self.fail(
+                    key,
+                    f"must be the name of a module of kind {kind}; this server has "
+                    f"{having}, and {option} NAME=PATH adds one",
+                )
             raise self.fail(
                 key,
                 f"this server has no {kind} {name!r}; it has {having}. Start it with "
