@@ -2,6 +2,7 @@
 """Data that can be sent to another process: plain, of bounded depth and range."""
 
 import json
+from collections import Counter
 from typing import Any
 
 from vllm.v1.residual.bounds import shown
@@ -57,8 +58,8 @@ def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        times = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in times.items() if count > 1)
         raise ValueError(
             f"it has the key {shown(twice)} twice in one object; keep one of them"
         )
