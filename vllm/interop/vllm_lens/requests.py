@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from vllm.interop.vllm_lens.steering_vector import MOST_BYTES, SteeringVector
@@ -69,11 +70,21 @@ def _is_uncached(raw: Any) -> bool:
     """Whether the whole prompt is to be computed: true or false, or its JSON text."""
     where = f"extra_args.{UNCACHED}"
     value = _parsed(raw, where) if isinstance(raw, str) else raw
-    if value not in (None, False, True):
+    found = _flag(value)
+    if found is None:
         raise CaptureValidationError(
             f"{where} must be true or false", parameter=where, value=repr(raw)[:120]
         )
-    return bool(value)
+    return found
+
+
+def _flag(value: Any) -> bool | None:
+    """A value as true or false, None being false; None if it is neither.
+
+    The request's class turns true and false in `vllm_xargs` into 1 and 0.
+    """
+    is_number = isinstance(value, (int, float, np.generic)) and value in (0, 1)
+    return bool(value) if value is None or is_number else None
 
 
 def _layers(raw: Any, num_layers: int) -> list[int]:
@@ -81,11 +92,8 @@ def _layers(raw: Any, num_layers: int) -> list[int]:
     where = f"extra_args.{STREAM}"
     if isinstance(raw, str):
         raw = _parsed(raw, where)
-    # The request's class turns true and false in vllm_xargs into 1 and 0.
-    if raw in (None, False, 0):
-        return []
-    if raw in (True, 1):
-        return list(range(num_layers))
+    if (wanted := _flag(raw)) is not None:
+        return list(range(num_layers)) if wanted else []
     if not isinstance(raw, list) or any(type(layer) is not int for layer in raw):
         raise CaptureValidationError(
             f"{where} must be true or a list of layers",
