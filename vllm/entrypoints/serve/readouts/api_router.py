@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from vllm import envs
 from vllm.entrypoints.serve.steering.authority import refusal
-from vllm.entrypoints.serve.utils.json_object import read_object
+from vllm.entrypoints.serve.utils.json_object import flag, read_object
 from vllm.v1.readouts.errors import fail
 
 reading = APIRouter(prefix="/v1")
@@ -82,15 +82,13 @@ async def _register(request: Request, kind: str) -> JSONResponse:
     if (refused := refusal(request)) is not None:
         return refused
     body = await read_object(request, FIELDS, fail)
-    replace = body.get("replace")
-    if not isinstance(replace, bool | None):
-        raise fail("replace must be true or false", "replace", replace)
+    replace = flag(body, "replace", fail)
     described = await _engine(request).register_readout_module(
         body.get("name"),
         body.get("path"),
         body.get("layer"),
         body.get("hook"),
-        bool(replace),
+        replace,
         kind,
     )
     return JSONResponse({"status": "ok", "name": body["name"], **described})

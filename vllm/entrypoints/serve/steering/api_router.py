@@ -16,7 +16,7 @@ from vllm.entrypoints.serve.steering.authority import (
     refusal,
     steering_keys,
 )
-from vllm.entrypoints.serve.utils.json_object import checked_object
+from vllm.entrypoints.serve.utils.json_object import checked_object, flag
 from vllm.entrypoints.serve.utils.json_structure import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
 from vllm.logger import init_logger
@@ -146,7 +146,7 @@ async def set_steering(request: Request) -> JSONResponse:
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         base, prefill, decode, *clamps = map(body.get, names)
         answer = await control.set(
-            base, prefill, decode, _flag(body, "replace"), Clamps(*clamps)
+            base, prefill, decode, flag(body, "replace", fail), Clamps(*clamps)
         )
         return {**_done(answer["applied"]), **_with_layers(answer)}
 
@@ -172,7 +172,7 @@ async def register_module(request: Request) -> JSONResponse:
         control.frontend.check_enabled()
         vectors = {name: body[name] for name in names if body.get(name) is not None}
         answer = await control.register(
-            body.get("name"), vectors, _flag(body, "replace"), body.get("metadata")
+            body.get("name"), vectors, flag(body, "replace", fail), body.get("metadata")
         )
         return {"status": "ok", **answer}
 
@@ -242,15 +242,6 @@ async def _read_body(request: Request, names: tuple[str, ...]) -> Answer:
         why = str(error) if isinstance(error, BodyError) else f"not JSON: {error}"
         raise fail(f"body: {why}", "body", bytes(raw[:40])) from None
     return checked_object(body, names, fail)
-
-
-def _flag(body: Answer, name: str) -> bool:
-    value = body.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise fail(f"{name} must be true or false", name, value)
-    return value
 
 
 def _control(request: Request) -> AsyncSteeringControl:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies that are a JSON object with known fields, for routes that read their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fastapi import Request
@@ -32,3 +32,11 @@ def checked_object(body: Any, names: Sequence[str], fail: Fail) -> dict[str, Any
             body[unknown[0]],
         )
     return body
+
+
+def flag(body: Mapping[str, Any], name: str, fail: Fail) -> bool:
+    """A field that is true or false; false if it is missing or null."""
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise fail(f"{name} must be true or false", name, value)
+    return bool(value)
