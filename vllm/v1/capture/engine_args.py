@@ -2,7 +2,6 @@
 """Command-line options of capture, and the `CaptureConfig` made from them."""
 
 import argparse
-import re
 from collections.abc import Collection
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from vllm.v1.capture.registry import (
 )
 from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.addresses import hook_name, parse_address
+from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
 
 if TYPE_CHECKING:
@@ -355,10 +355,11 @@ def _check_graphsafe_keys(keys: list[str], model_config: "ModelConfig") -> None:
     num_layers = model_config.get_total_num_hidden_layers()
     for key in keys:
         layer, _, hook = key.partition(":")
-        is_layer = layer == "all" or re.fullmatch("[0-9]{1,6}", layer) is not None
-        named = hook == "all" or hook_name(hook) is not None
         address = parse_address(key)
-        if not (is_layer and named) and address is None:
+        index = layer_index(layer) if address is None else address[0]
+        named = hook == "all" or hook_name(hook) is not None
+        is_key = named and (layer == "all" or index is not None)
+        if address is None and not is_key:
             raise CaptureValidationError(
                 f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
                 f'3:post_block; the hook points are {list(HOOK_NAMES)}, and "all" '
@@ -366,8 +367,7 @@ def _check_graphsafe_keys(keys: list[str], model_config: "ModelConfig") -> None:
                 parameter="capture_graphsafe_key",
                 value=key,
             )
-        index = address[0] if address is not None else int(layer.replace("all", "0"))
-        if index >= num_layers:
+        if index is not None and index >= num_layers:
             raise CaptureValidationError(
                 f"--capture-graphsafe-key {key!r}: this model's layers are 0 to "
                 f"{num_layers - 1}; name one of them",
