@@ -170,8 +170,8 @@ def refuse_unknown(
     texts = sorted(one for one in names if isinstance(one, str))
     for number, name in enumerate(texts):
         remedy = FOREIGN.get(name)
-        resembles = _has_our_word(name) or (number < MOST_COMPARED and _is_close(name))
-        if remedy is None and not resembles:
+        known_meaning = remedy is not None or _has_our_word(name)
+        if not known_meaning and not (number < MOST_COMPARED and _is_close(name)):
             continue
         shown = name if len(name) <= 60 else name[:57] + "..."
         where = f"{inside}.{shown}" if inside else shown
