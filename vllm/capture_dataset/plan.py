@@ -14,7 +14,7 @@ from vllm.capture_dataset.shards import groups
 from vllm.capture_dataset.spec import ModelFacts, OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.v1.capture.errors import fail
-from vllm.v1.residual.selectors import Spans, parse_positions
+from vllm.v1.residual.selectors import first_outside, parse_positions
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -178,7 +178,8 @@ class Plan:
                 )
             if isinstance(spans, str):
                 continue
-            outside = _outside(spans, count, self.rows.max_tokens)
+            end = count + self.rows.max_tokens - 1
+            outside = first_outside(spans, count, end)
             if outside is not None:
                 raise fail(
                     f"positions: {outside} is outside of {prompt.entry.where}, which "
@@ -186,17 +187,6 @@ class Plan:
                     "positions",
                     outside,
                 )
-
-
-def _outside(spans: Spans, num_prompt: int, max_tokens: int) -> int | None:
-    """A selected position that a request does not have; None if it has all."""
-    for first, stop in spans:
-        shift = num_prompt if first < 0 else 0
-        if first + shift < 0 and stop != 0:  # `{"last": k}` ends at 0, and is cut.
-            return first
-        if stop + shift > num_prompt + max_tokens - 1:
-            return stop - 1
-    return None
 
 
 def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:

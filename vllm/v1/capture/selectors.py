@@ -12,10 +12,10 @@ from vllm.v1.capture.errors import fail
 from vllm.v1.capture.plan import LAST_ROW, OPEN_END, Ranges, union
 from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
 from vllm.v1.residual.addresses import hook_name, parse_address
-from vllm.v1.residual.bounds import count_values, shown
+from vllm.v1.residual.bounds import count_values, counted, shown
 from vllm.v1.residual.plain_data import fault_of
 from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
-from vllm.v1.residual.selectors import parse_layers, parse_positions
+from vllm.v1.residual.selectors import first_outside, parse_layers, parse_positions
 
 MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
 
@@ -240,27 +240,28 @@ def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
         case "all":
             return ((0, OPEN_END),)
     end = OPEN_END if ctx.max_tokens is None else prompt + ctx.max_tokens - 1
-    ranges = []
-    for first, stop in found:
-        shift = prompt if first < 0 else 0
-        if first + shift < 0 and stop != 0:
-            raise fail(
-                f"{where}: position {first} from the prompt's end lies before its "
-                f"start; the prompt has {prompt} token{'s' * (prompt != 1)}",
-                where,
-                first,
-            )
-        if stop + shift > end:
-            raise fail(
-                f"{where}: with {prompt} prompt token{'s' * (prompt != 1)} and "
-                f"max_tokens={ctx.max_tokens} the last row is at position {end - 1} "
-                "(the last token is never fed back); leave the position out or raise "
-                "max_tokens",
-                where,
-                stop - 1,
-            )
-        ranges.append((max(first + shift, 0), stop + shift))
-    return union((one,) for one in ranges)
+    outside = first_outside(found, prompt, end)
+    if outside is not None and outside < 0:
+        raise fail(
+            f"{where}: position {outside} from the prompt's end lies before its "
+            f"start; the prompt has {counted(prompt, 'token')}",
+            where,
+            outside,
+        )
+    if outside is not None:
+        raise fail(
+            f"{where}: with {counted(prompt, 'prompt token')} and "
+            f"max_tokens={ctx.max_tokens} the last row is at position {end - 1} "
+            "(the last token is never fed back); leave the position out or raise "
+            "max_tokens",
+            where,
+            outside,
+        )
+    return union(
+        ((max(first + shift, 0), stop + shift),)
+        for first, stop in found
+        for shift in (prompt if first < 0 else 0,)
+    )
 
 
 def within_reach(spec: CaptureSpec, ctx: CaptureContext) -> CaptureSpec | None:

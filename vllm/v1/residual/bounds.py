@@ -37,6 +37,11 @@ def listed(names: Collection[Any]) -> str:
     return f"[{', '.join(first)}]" + (f" and {more} more" if more else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, such as "1 token" or "2 tokens"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def cut(message: str, most: int = MAX_MESSAGE) -> str:
     """Shorten a message in the middle; its end contains the remedy."""
     if len(message) <= most:

@@ -111,6 +111,27 @@ def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
     return spans_of(int(position) for position in raw)
 
 
+def first_outside(spans: Spans, num_prompt: int, end: int) -> int | None:
+    """The first selected position that a request does not have; None if it has all.
+
+    Args:
+        spans: the selected positions.
+        num_prompt: number of prompt tokens.
+        end: the position after the request's last one.
+
+    Returns:
+        A negative position lies before the prompt's start, another one beyond the end.
+
+    """
+    for first, stop in spans:
+        shift = num_prompt if first < 0 else 0
+        if first + shift < 0 and stop != 0:  # `{"last": k}` ends at 0, and is cut.
+            return first
+        if stop + shift > end:
+            return stop - 1
+    return None
+
+
 def as_list(raw: Any) -> Any:
     """An array, a tensor or a `range` as a list; other values are unchanged."""
     if isinstance(raw, range):

@@ -20,6 +20,7 @@ from vllm.capture_dataset.spec import OutputSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.options import specs_of
 from vllm.v1.capture.errors import CaptureValidationError, fail
+from vllm.v1.residual.bounds import counted
 
 TRIED_PROMPTS = 32
 INTERRUPTED = 130
@@ -72,7 +73,7 @@ def _collect(plan: Plan, runner: Runner) -> int:
     num_shards = len(manifest.shards)
     print(
         f"{plan.output.folder}: {plan.survey.num_entries:,} prompts, {rows:,} rows, "
-        f"{human_bytes(size)} of values in {num_shards} shard{'s' * (num_shards != 1)}"
+        f"{human_bytes(size)} of values in {counted(num_shards, 'shard')}"
     )
     return 0
 

@@ -16,6 +16,7 @@ from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functions
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Readout, ReadoutPlan, ReadoutReader, StopWhen, Tap
+from vllm.v1.residual.bounds import counted
 from vllm.v1.residual.plain_data import fault_of
 
 if TYPE_CHECKING:
@@ -336,8 +337,8 @@ def _check_index(
     most = _values_of(readout, modules)
     if most is not None and index >= most:
         raise fail(
-            f"stop_when.index: {readout.name!r} has {most} "
-            f"value{'s' * (most != 1)}, 0 to {most - 1}",
+            f"stop_when.index: {readout.name!r} has "
+            f"{counted(most, 'value')}, 0 to {most - 1}",
             "stop_when.index",
             index,
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm.v1.residual.bounds import counted
 from vllm.v1.steering import positions
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
@@ -60,8 +61,8 @@ def check_positions(
                 where = described if described == "all_prompt" else missed
                 raise fail(
                     f"{at}: no token is at {where}: {names[tier]} acts on {having}"
-                    f" of this request, which has {num_prompt} prompt "
-                    f"token{'s' * (num_prompt != 1)} and max_tokens={max_tokens}",
+                    f" of this request, which has {counted(num_prompt, 'prompt token')}"
+                    f" and max_tokens={max_tokens}",
                     at,
                     where,
                 )
