@@ -83,7 +83,7 @@ class WorkerAlone:
         """Whether to skip the copy to the host from now on."""
         staging: Any = self._worker._staging
         if left_out:
-            staging._copy = lambda pairs: None
+            staging._copy = lambda *_: None
         else:
             vars(staging).pop("_copy", None)
 

@@ -216,13 +216,13 @@ def tracker() -> RequestTracker:
     tracker = RequestTracker(
         PathLocks({}, None), 1, answered=lambda *_: None, forgotten=lambda _: None
     )
-    with tracker.changed:
+    with tracker.lock:
         tracker.hold(tracker.begin("r", 0, "r-0", ("inline",)), SIZES)
     return tracker
 
 
 def held(tracker: RequestTracker, aborted: bool = False) -> int:
-    with tracker.changed:
+    with tracker.lock:
         return tracker.held_bytes("inline", aborted)
 
 

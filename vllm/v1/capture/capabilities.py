@@ -39,6 +39,8 @@ class ConsumerCapabilities:
     """`reads_client_spec`: requests may name it in `SamplingParams.capture`."""
     remembers_specs: bool
     """The instance that receives the rows must also validate the request's spec."""
+    validates_purely: bool
+    """Equal specs of requests of equal lengths are accepted alike."""
     waits: bool
     """A request that names it always waits for its results."""
     streams: bool
@@ -105,6 +107,7 @@ def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
         remembers_specs=takes_requests
         and bool(getattr(consumer, "remembers_specs", True))
         and callable(getattr(consumer, "validate_client_spec", None)),
+        validates_purely=_validates_purely(consumer),
         waits=bool(getattr(consumer, "waits", False)),
         streams=bool(getattr(consumer, "streams", False)),
         takes_readouts=takes_requests
@@ -175,6 +178,14 @@ def group_method(consumer: Any) -> OnGroup | None:
         if "on_capture" in vars(kind):
             return None
     return None
+
+
+def _validates_purely(consumer: Any) -> bool:
+    """Whether the class that has `validate_client_spec` says so itself."""
+    for kind in type(consumer).__mro__:
+        if "validate_client_spec" in vars(kind):
+            return bool(vars(kind).get("validates_purely", False))
+    return False
 
 
 def runs_in_steps(thing: Any) -> bool:

@@ -32,6 +32,7 @@ def test_consumers_are_shut_down_once_although_the_engine_is_closed_again() -> N
     capture = CaptureFrontend.__new__(CaptureFrontend)
     parts: dict[str, Any] = {
         "_closed": False,
+        "_portions": None,
         "_drivers": SimpleNamespace(close=lambda timeout: calls.append("drivers")),
         "_inbox": SimpleNamespace(close=lambda: calls.append("inbox")),
     }

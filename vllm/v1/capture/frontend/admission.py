@@ -19,6 +19,7 @@ from vllm.v1.capture.errors import (
     fail,
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
+from vllm.v1.capture.frontend.known_specs import KnownSpecs
 from vllm.v1.capture.plan import (
     LIVE,
     READOUTS,
@@ -92,6 +93,7 @@ class Admission:
         )
         self._lag = scheduling_lag(vllm_config)
         self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
+        self._known = KnownSpecs(self._is_pure)
         self._global_specs = self._read_global_specs()
         self.readouts = ReadoutAdmission(vllm_config)
         check_places(vllm_config)
@@ -167,9 +169,17 @@ class Admission:
         if isinstance(params.capture, Mapping) and not params.capture:
             params.capture = None  # Asks for nothing.
         asks = params.capture, params.readouts, params.stop_when
-        for_all = self._global_specs or self.readouts.steps
-        if not for_all and all(one is None for one in asks):
+        steps = self.readouts.steps
+        if not (self._global_specs or steps) and all(one is None for one in asks):
             return None
+        key = None
+        if params.readouts is None and params.stop_when is None and not steps:
+            size = num_prompt_tokens, params.max_tokens, params.n
+            key = self._known.key(params.capture, *size, *sorted(streaming))
+        if (groups := self._known.find(key)) is not None:
+            return CapturePlan(
+                request_id, num_prompt_tokens, groups, reply_to, params.n
+            )
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:
             params.capture = self._plain_capture(params.capture)
@@ -199,7 +209,12 @@ class Admission:
             readouts=readouts,
         )
         self._check_budget(plan)
+        self._known.put(key, plan.groups)
         return plan
+
+    def _is_pure(self, name: str) -> bool:
+        can = self.capabilities.get(name)
+        return can is not None and can.validates_purely
 
     def _readers(
         self, capture: Mapping[str, Any], plan: ReadoutPlan | None

@@ -3,8 +3,10 @@
 
 import asyncio
 import weakref
+from concurrent.futures import Future, wait
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
+from uuid import uuid1
 
 from vllm.logger import init_logger
 from vllm.v1.capture.core.engine import end_captures_now
@@ -16,6 +18,7 @@ from vllm.v1.capture.frontend.request_ends import EndsSender
 from vllm.v1.capture.frontend.streaming import LiveRows
 from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.registry import build_consumer, check_folders
+from vllm.v1.engine import EngineCoreRequestType
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -68,19 +71,35 @@ def _open(
 
 
 class _Sender:
-    """Sends ends synchronously: the engine has them when the call returns."""
+    """Sends ends from the thread that runs an offline engine.
+
+    A core in another process is not waited for: it answers between two steps, and has
+    the outputs of the next one by then.
+    """
 
     def __init__(self, core: Any) -> None:
         self._core = core
+        self._sending: set[Future[Any]] = set()
 
     def __call__(self, ends: list[CaptureEnd]) -> None:
-        if hasattr(self._core, "call_utility"):
-            self._core.call_utility("end_captures", ends)
-        else:
+        if not hasattr(self._core, "call_utility"):
             end_captures_now(self._core.engine_core, ends)
+            return
+        # As `call_utility` does, which would wait for the answer.
+        number, sending = uuid1().int >> 64, Future[Any]()
+        self._core.utility_results[number] = sending
+        self._sending.add(sending)
+        sending.add_done_callback(self._sent)
+        request = 0, number, "end_captures", (ends,)
+        self._core._send_input(EngineCoreRequestType.UTILITY, request)
 
     def wait(self, timeout: float) -> None:
-        """Return at once: nothing is pending."""
+        """Wait for what was sent to have arrived."""
+        wait(list(self._sending), timeout)
+
+    def _sent(self, sending: "Future[Any]") -> None:
+        self._sending.discard(sending)
+        _log_failure(sending)
 
 
 class _AsyncSender:
@@ -108,5 +127,9 @@ class _AsyncSender:
 
     def _sent(self, task: "asyncio.Task[Any]") -> None:
         self._sending.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("The end of captures was not sent: %s", task.exception())
+        _log_failure(task)
+
+
+def _log_failure(sent: "asyncio.Task[Any] | Future[Any]") -> None:
+    if not sent.cancelled() and sent.exception() is not None:
+        logger.error("The end of captures was not sent: %s", sent.exception())

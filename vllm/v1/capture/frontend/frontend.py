@@ -154,7 +154,7 @@ class CaptureFrontend(NoCapture):
             return
         parent = state.parent_req.request_id if state.parent_req else state.request_id
         named = set(params.capture or {})
-        with self._requests.changed:
+        with self._requests.lock:
             tracked = self._requests.begin(
                 parent, state.request_index, state.request_id, plan.instances
             )
@@ -211,7 +211,9 @@ class CaptureFrontend(NoCapture):
 
     def wait(self, outputs: Collection["RequestOutput"]) -> None:
         """Wait for the results of final outputs, and attach them."""
-        for output in outputs:
+        # The last ones first: this thread then seldom interrupts the one that takes
+        # the results of the others.
+        for output in reversed(list(outputs)):
             parent = getattr(output, "capture_id", None)
             if parent is not None:
                 self._awaited.wait(parent)
@@ -309,6 +311,8 @@ class CaptureFrontend(NoCapture):
         if self._closed or sys.is_finalizing():
             return
         self._closed = True
+        if self._portions is not None:  # An `LLMEngine`: nothing else waits for them.
+            self._ends.settle()
         self._drivers.close(30.0)
         self._inbox.close()
 

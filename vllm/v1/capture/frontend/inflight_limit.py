@@ -117,7 +117,7 @@ class InflightLimit:
                     raise
 
     def _try_to_reserve(self, plan: CapturePlan, needed: Mapping[str, int]) -> None:
-        with self._requests.changed:
+        with self._requests.lock:
             for name, size in needed.items():
                 self._check(name, size, LIVE in plan.lanes)
             self._reserved.put(plan, needed)

@@ -20,7 +20,7 @@ Owner = tuple[str, int]
 class RequestTracker:
     """Captured requests by parent id: the id of the request before it is split by `n`.
 
-    Thread-safe; methods that need the caller to hold `changed` say so.
+    Thread-safe; methods that need the caller to hold `lock` say so.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class RequestTracker:
 
         """
         self.claims = claims
-        self.changed = threading.Condition()
-        """Guards all state; notified when all results of a request have arrived."""
+        self.lock = threading.RLock()
+        """Guards all state."""
         self.last_result = 0.0
         """Monotonic time, in seconds, at which the last result arrived."""
         self._stages = stages
@@ -58,7 +58,7 @@ class RequestTracker:
     def begin(
         self, parent: str, sample: int, request_id: str, instances: tuple[str, ...]
     ) -> Tracked:
-        """Track a sample that is about to be sent; the caller holds `changed`."""
+        """Track a sample that is about to be sent; the caller holds `lock`."""
         tracked = self._tracked.setdefault(parent, Tracked())
         tracked.samples[sample] = Sample(instances, self._stages)
         tracked.request_ids.append(request_id)
@@ -67,7 +67,7 @@ class RequestTracker:
 
     def end(self, request_id: str, aborted: bool) -> Sample | None:
         """Mark a sample as ended and return it; None if it is not captured."""
-        with self.changed:
+        with self.lock:
             owner = self._owner.get(request_id)
             if owner is None:
                 return None
@@ -80,24 +80,24 @@ class RequestTracker:
 
     def abandon(self, parent: str) -> None:
         """Mark a request as aborted: its results will not be fetched."""
-        with self.changed:
+        with self.lock:
             if parent in self._tracked:
                 self._held.abort(self._tracked[parent])
 
     def hold(self, tracked: Tracked, sizes: Mapping[str, int]) -> None:
-        """Count what a request may return, by instance; the caller holds `changed`."""
+        """Count what a request may return, by instance; the caller holds `lock`."""
         self._held.put(tracked, sizes)
 
     def owner_of(self, request_id: str) -> Owner | None:
         """The parent and sample index of an internal request id."""
-        with self.changed:
+        with self.lock:
             return self._owner.get(request_id)
 
     def note(
         self, request_id: str, instance: str, stage: int, result: CaptureResult
     ) -> None:
         """Store a result that arrived; the last one of a request wakes its waiters."""
-        with self.changed:
+        with self.lock:
             owner = self._owner.get(request_id)
             if owner is None:
                 return
@@ -112,12 +112,11 @@ class RequestTracker:
                 self.claims.release(parent)
                 for wake in self._waiters.pop(parent, []):
                     wake()
-                self.changed.notify_all()
                 self._drop_oldest()
 
     def results(self, parent: str, request_id: str) -> dict[str, CaptureResult] | None:
         """The results so far, by instance; a complete request is then forgotten."""
-        with self.changed:
+        with self.lock:
             tracked = self._tracked.get(parent)
             if tracked is None:
                 return None
@@ -133,7 +132,7 @@ class RequestTracker:
 
     def waits(self, parent: str) -> bool:
         """Whether a consumer makes the final output wait for results."""
-        with self.changed:
+        with self.lock:
             tracked = self._tracked.get(parent)
             return tracked is not None and tracked.waits
 
@@ -142,23 +141,23 @@ class RequestTracker:
 
         It is not called if the request is complete already.
         """
-        with self.changed:
+        with self.lock:
             if not self.is_complete(parent):
                 self._waiters.setdefault(parent, []).append(wake)
 
     def lose(self, parent: str, why: str) -> None:
         """Replace missing results by errors with the message `why`."""
-        with self.changed:
+        with self.lock:
             for sample in self._tracked[parent].samples.values():
                 sample.lose(why, self._stages)
 
     def count(self) -> int:
         """The number of requests whose results are incomplete."""
-        with self.changed:
+        with self.lock:
             return sum(not tracked.complete() for tracked in self._tracked.values())
 
     def held_bytes(self, instance: str, aborted: bool) -> int:
-        """Bytes that requests may return; the caller holds `changed`.
+        """Bytes that requests may return; the caller holds `lock`.
 
         Rows in unsent responses count with the requests that were not aborted.
 
@@ -173,7 +172,7 @@ class RequestTracker:
     def forget_aborted(self, instance: str, size: int) -> None:
         """Forget complete results of aborted requests until `size` bytes are free.
 
-        Their client may never fetch them. The caller holds `changed`.
+        Their client may never fetch them. The caller holds `lock`.
         """
         for parent, tracked in list(self._tracked.items()) if size > 0 else ():
             if size <= 0:
@@ -193,6 +192,7 @@ class RequestTracker:
 
     def _forget(self, parent: str) -> None:
         self.claims.release(parent)
+        self._waiters.pop(parent, None)
         tracked = self._tracked.pop(parent, None)
         self._forgotten(parent)
         if tracked is not None:

@@ -2,6 +2,7 @@
 """Waits for the results of a request, on a thread or on an event loop."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
@@ -28,12 +29,11 @@ class ResultWaiter:
 
     def wait(self, parent: str) -> None:
         """Wait for the results of a request, blocking this thread."""
-        began, changed = monotonic(), self._requests.changed
+        done = threading.Event()
+        self._requests.when_complete(parent, done.set)
+        began = monotonic()
         while self._may_complete(parent, began):
-            with changed:
-                changed.wait_for(
-                    lambda: self._requests.is_complete(parent), LOOK_SECONDS
-                )
+            done.wait(LOOK_SECONDS)
 
     async def wait_async(self, parent: str) -> None:
         """Wait for the results of a request, without blocking the event loop."""
