@@ -16,6 +16,10 @@ With `--alone` each engine has the GPU to itself, as users have: upstream's runs
 and a ratio is to the median of its turns. A second process on the GPU makes steps with
 readouts up to 4 % slower, and those without not.
 
+With `--within` there is only the fork. A ratio is to its own steps without readouts:
+the time of each step, as the caller sees it, is the median over all rounds, and their
+mean is compared. This finds a percent where whole batches differ by more.
+
 Each figure is printed as it is measured, and the report is written after each round.
 `--device cpu --model tiny --eager` runs without a GPU.
 """
@@ -48,6 +52,8 @@ from benchmarks.harness.llamas import MODELS, describe  # noqa: E402
 WORK = ROOT / "build" / "benchmarks" / "readouts"
 SHORT, LONG = 16, 320
 """Tokens that each request of the two batches generates."""
+WITHIN = 144
+"""Tokens that each request generates with `--within`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,66 @@ def measure_alone(
             reports.save(report, options.out)
 
 
+def measure_within(
+    options: argparse.Namespace,
+    settings: Mapping[str, Any],
+    chosen: Sequence[Case],
+    report: dict[str, Any],
+) -> None:
+    """The steps of one engine, with each case's readouts in turn."""
+    plain, *others = [case for case in chosen if not case.is_long]
+    if plain.reading:
+        raise SystemExit("--within needs the case 'no readouts'")
+    steps: dict[str, list[list[float]]] = {case.name: [] for case in (plain, *others)}
+    with Side("on", options.fork, settings) as on:
+        report["start"] = {"on": on.answer()}
+        check(on, others, report)
+        for number in range(-1, options.rounds):  # The first one warms up.
+            for case in (plain, *others):
+                asked = _of(case) if case.reading else {}
+                found = on.do("steps", tokens=WITHIN, **asked)
+                if number >= 0:
+                    steps[case.name].append(found)
+            if number < 0:
+                continue
+            report["rounds"] = number + 1
+            compare_steps(steps, plain.name, report)
+            reports.save(report, options.out)
+
+
+def compare_steps(
+    steps: Mapping[str, Sequence[Sequence[float]]], plain: str, report: dict[str, Any]
+) -> None:
+    """Put the ratios of mean steps into the report, and their range.
+
+    The range is that of the ratios if one round is left out.
+
+    Args:
+        steps: by case and round: the seconds of each step.
+        plain: the case without readouts.
+        report: the report.
+
+    """
+    rounds = range(len(steps[plain]))
+
+    def mean(name: str, without: int | None) -> float:
+        each = [one for number, one in enumerate(steps[name]) if number != without]
+        # A burst of work every few steps counts, a stall of the machine does not.
+        return statistics.mean(map(statistics.median, zip(*each, strict=False)))
+
+    for name in steps:
+        left_out = [None, *rounds] if len(rounds) > 1 else [None]
+        ratios = [mean(name, one) / mean(plain, one) for one in left_out]
+        report["cases"].setdefault(name, {}).update(
+            median=ratios[0],
+            smallest=min(ratios),
+            largest=max(ratios),
+            interval=[min(ratios), max(ratios)],
+        )
+        report["off_ms"][name] = [1e3 * mean(name, None)]
+        print(f"  {name:28} {ratios[0]:.4f}  ({1e3 * mean(name, None):.3f} ms)")
+
+
 def check(on: Side, chosen: Sequence[Case], report: dict[str, Any]) -> None:
     """Compare results with the engine's own rows, and count their bytes."""
     report["errors"] = on.do("errors")
@@ -218,6 +284,7 @@ def run(options: argparse.Namespace) -> None:
         "vocab": options.vocab or 32000,
         "upstream": bool(options.upstream),
         "alone": options.alone,
+        "within": options.within,
         "cases": {},
         "samples": {},
         "off_ms": {},
@@ -229,7 +296,9 @@ def run(options: argparse.Namespace) -> None:
         names = ("model", "device", "eager", "kv_gib", "vocab")
         settings = {name: getattr(options, name) for name in names}
         settings["folder"] = folder
-        if options.alone:
+        if options.within:
+            measure_within(options, settings, chosen, report)
+        elif options.alone:
             measure_alone(options, settings, chosen, report)
         else:
             base = options.upstream or options.fork
@@ -267,6 +336,9 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument(
         "--alone", action="store_true", help="one engine after the other"
+    )
+    parser.add_argument(
+        "--within", action="store_true", help="one engine, with and without readouts"
     )
     parser.add_argument("--cases", nargs="+", help="only those whose names hold these")
     parser.add_argument("--rounds", type=int, default=8)

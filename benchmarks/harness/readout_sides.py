@@ -7,6 +7,7 @@ Each runs in a process of its own and imports only what its environment has.
 import json
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from benchmarks.harness.llamas import MODELS, model_folder
 REQUESTS, PROMPT = 32, 256
 LONG_REQUESTS, LONG_PROMPT = 8, 4096
 FEATURES, TINY_FEATURES = 65_536, 512
+STEPS_AT_START, STEPS_AT_END = 12, 4
+"""Steps of a batch that are not timed: operations are recorded during the first."""
 
 
 def middle_layer(model: str) -> int:
@@ -75,6 +78,31 @@ class Engine:
 
         """
         return self._generate(tokens, readouts, reading, is_long)[0]
+
+    def steps(
+        self,
+        tokens: int,
+        readouts: Mapping[str, Any] | None = None,
+        reading: int = 0,
+    ) -> list[float]:
+        """Seconds between the outputs of consecutive steps of a batch, as the caller
+        receives them. Those in which prompts are computed or requests end are left out.
+        """
+        engine = self._llm.llm_engine
+        step, times = engine.step, []
+
+        def timed() -> Any:
+            found = step()
+            times.append(time.perf_counter())
+            return found
+
+        engine.step = timed
+        try:
+            self._generate(tokens, readouts, reading)
+        finally:
+            del engine.step  # Its class has the method.
+        own = times[STEPS_AT_START : tokens - STEPS_AT_END]
+        return [after - before for before, after in pairwise(own)]
 
     def moved(
         self, readouts: Mapping[str, Any], reading: int, taps: int
