@@ -31,6 +31,9 @@ from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
 from vllm.v1.capture.types import CaptureResult
 
 _threads = ThreadPoolExecutor(max(num_threads(), 2), "capture-answer")
+_former = ThreadPoolExecutor(1, "capture-form")
+"""Makes documents and heads. Each holds the interpreter for a millisecond, so that with
+several threads the event loop would wait for all of them."""
 
 
 def carries_rows(response: Any) -> bool:
@@ -117,7 +120,8 @@ async def answer(
     document = Document(response)
     await document.hand_out()
     form = form_for(request.headers.get("accept", ""), document.parts)
-    body = await _on_thread(partial(FORMS[form], document.tell, document.parts))
+    make = partial(FORMS[form], document.tell, document.parts)
+    body = await _on_thread(make, _former)
     sized = {} if body.size is None else {"Content-Length": str(body.size)}
     pieces = ready(body.pieces) if body.is_ready else made_on_threads(body.pieces)
     return RowsResponse(
@@ -138,12 +142,12 @@ async def event(
         make = partial(parts_of_event, response.boundary, document.tell, document.parts)
         response.sends_parts = True
         try:
-            async for piece in made_on_threads(await _on_thread(make)):
+            async for piece in made_on_threads(await _on_thread(make, _former)):
                 yield piece
         finally:
             response.sends_parts = False
         return
-    body = await _on_thread(partial(as_json, document.tell, document.parts))
+    body = await _on_thread(partial(as_json, document.tell, document.parts), _former)
     yield b"data: "
     async for piece in made_on_threads(body.pieces):
         yield piece
@@ -164,5 +168,7 @@ async def made_on_threads(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:
             yield piece
 
 
-async def _on_thread(work: Callable[[], Any]) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+async def _on_thread(
+    work: Callable[[], Any], threads: ThreadPoolExecutor = _threads
+) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
