@@ -40,3 +40,18 @@ def test_consumers_are_shut_down_once_although_the_engine_is_closed_again() -> N
     capture.close()
     capture.close()
     assert calls == ["drivers", "inbox"]
+
+
+def test_an_offline_engine_that_closes_waits_for_the_ends_it_has_sent() -> None:
+    calls: list[str] = []
+    capture = CaptureFrontend.__new__(CaptureFrontend)
+    parts: dict[str, Any] = {
+        "_closed": False,
+        "_portions": object(),
+        "_ends": SimpleNamespace(settle=lambda: calls.append("ends")),
+        "_drivers": SimpleNamespace(close=lambda timeout: calls.append("drivers")),
+        "_inbox": SimpleNamespace(close=lambda: calls.append("inbox")),
+    }
+    vars(capture).update(parts)
+    capture.close()
+    assert calls == ["ends", "drivers", "inbox"]
