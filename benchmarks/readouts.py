@@ -189,11 +189,10 @@ def measure_within(
     steps: dict[str, list[list[float]]] = {case.name: [] for case in (plain, *others)}
     with Side("on", options.fork, settings) as on:
         report["start"] = {"on": on.answer()}
-        check(on, others, report)
+        check(on, chosen, report)
         for number in range(-1, options.rounds):  # The first one warms up.
             for case in (plain, *others):
-                asked = _of(case) if case.reading else {}
-                found = on.do("steps", tokens=WITHIN, **asked)
+                found = on.do("steps", tokens=WITHIN, **_of(case))
                 if number >= 0:
                     steps[case.name].append(found)
             if number < 0:
@@ -217,23 +216,25 @@ def compare_steps(
 
     """
     rounds = range(len(steps[plain]))
+    left_out = [None, *rounds] if len(rounds) > 1 else [None]
 
     def mean(name: str, without: int | None) -> float:
         each = [one for number, one in enumerate(steps[name]) if number != without]
         # A burst of work every few steps counts, a stall of the machine does not.
         return statistics.mean(map(statistics.median, zip(*each, strict=False)))
 
+    base = [mean(plain, one) for one in left_out]
     for name in steps:
-        left_out = [None, *rounds] if len(rounds) > 1 else [None]
-        ratios = [mean(name, one) / mean(plain, one) for one in left_out]
+        means = [mean(name, one) for one in left_out]
+        ratios = [own / off for own, off in zip(means, base, strict=True)]
         report["cases"].setdefault(name, {}).update(
             median=ratios[0],
             smallest=min(ratios),
             largest=max(ratios),
             interval=[min(ratios), max(ratios)],
         )
-        report["off_ms"][name] = [1e3 * mean(name, None)]
-        print(f"  {name:28} {ratios[0]:.4f}  ({1e3 * mean(name, None):.3f} ms)")
+        report["off_ms"][name] = [1e3 * means[0]]
+        print(f"  {name:28} {ratios[0]:.4f}  ({1e3 * means[0]:.3f} ms)", flush=True)
 
 
 def check(on: Side, chosen: Sequence[Case], report: dict[str, Any]) -> None:

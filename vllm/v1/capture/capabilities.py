@@ -171,21 +171,24 @@ def group_method(consumer: Any) -> OnGroup | None:
 
     A class that inherits it and has an `on_capture` of its own does not use it.
     """
-    for kind in type(consumer).__mro__:
-        if "on_group" in vars(kind):
-            method: OnGroup = consumer.on_group
-            return method
-        if "on_capture" in vars(kind):
-            return None
-    return None
+    if "on_group" not in _first_class_with(consumer, "on_group", "on_capture"):
+        return None
+    method: OnGroup = consumer.on_group
+    return method
 
 
 def _validates_purely(consumer: Any) -> bool:
     """Whether the class that has `validate_client_spec` says so itself."""
+    own = _first_class_with(consumer, "validate_client_spec")
+    return bool(own.get("validates_purely", False))
+
+
+def _first_class_with(consumer: Any, *names: str) -> Mapping[str, Any]:
+    """What the first of its classes has that defines one of `names` itself."""
     for kind in type(consumer).__mro__:
-        if "validate_client_spec" in vars(kind):
-            return bool(vars(kind).get("validates_purely", False))
-    return False
+        if not vars(kind).keys().isdisjoint(names):
+            return vars(kind)
+    return {}
 
 
 def runs_in_steps(thing: Any) -> bool:

@@ -23,35 +23,33 @@ def test_without_consumers_other_requests_pass() -> None:
     NO_CAPTURE.admit("r", SamplingParams(), 5)
 
 
+def closable(portions: object) -> tuple[CaptureFrontend, list[str]]:
+    """A front end that only closes, and the parts that it has closed."""
+    calls: list[str] = []
+    capture = CaptureFrontend.__new__(CaptureFrontend)
+    parts: dict[str, Any] = {
+        "_closed": False,
+        "_portions": portions,
+        "_ends": SimpleNamespace(settle=lambda: calls.append("ends")),
+        "_drivers": SimpleNamespace(close=lambda timeout: calls.append("drivers")),
+        "_inbox": SimpleNamespace(close=lambda: calls.append("inbox")),
+    }
+    vars(capture).update(parts)
+    return capture, calls
+
+
 def test_consumers_are_shut_down_once_although_the_engine_is_closed_again() -> None:
     """Its finalizer closes it while the interpreter ends, when no thread can start.
 
     A server whose engine had died waited forever for one.
     """
-    calls: list[str] = []
-    capture = CaptureFrontend.__new__(CaptureFrontend)
-    parts: dict[str, Any] = {
-        "_closed": False,
-        "_portions": None,
-        "_drivers": SimpleNamespace(close=lambda timeout: calls.append("drivers")),
-        "_inbox": SimpleNamespace(close=lambda: calls.append("inbox")),
-    }
-    vars(capture).update(parts)
+    capture, calls = closable(portions=None)
     capture.close()
     capture.close()
     assert calls == ["drivers", "inbox"]
 
 
 def test_an_offline_engine_that_closes_waits_for_the_ends_it_has_sent() -> None:
-    calls: list[str] = []
-    capture = CaptureFrontend.__new__(CaptureFrontend)
-    parts: dict[str, Any] = {
-        "_closed": False,
-        "_portions": object(),
-        "_ends": SimpleNamespace(settle=lambda: calls.append("ends")),
-        "_drivers": SimpleNamespace(close=lambda timeout: calls.append("drivers")),
-        "_inbox": SimpleNamespace(close=lambda: calls.append("inbox")),
-    }
-    vars(capture).update(parts)
+    capture, calls = closable(portions=object())
     capture.close()
     assert calls == ["ends", "drivers", "inbox"]

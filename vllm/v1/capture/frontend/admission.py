@@ -93,7 +93,8 @@ class Admission:
         )
         self._lag = scheduling_lag(vllm_config)
         self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
-        self._known = KnownSpecs(self._is_pure)
+        can = self.capabilities.items()
+        self._known = KnownSpecs({name for name, one in can if one.validates_purely})
         self._global_specs = self._read_global_specs()
         self.readouts = ReadoutAdmission(vllm_config)
         check_places(vllm_config)
@@ -211,10 +212,6 @@ class Admission:
         self._check_budget(plan)
         self._known.put(key, plan.groups)
         return plan
-
-    def _is_pure(self, name: str) -> bool:
-        can = self.capabilities.get(name)
-        return can is not None and can.validates_purely
 
     def _readers(
         self, capture: Mapping[str, Any], plan: ReadoutPlan | None

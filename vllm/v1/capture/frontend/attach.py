@@ -70,16 +70,30 @@ def _open(
     return frontend
 
 
-class _Sender:
+class _Unanswered:
+    """What was sent to an engine core that has not answered yet."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        # The event loop keeps only weak references to tasks.
+        self._sending: set[Any] = set()
+
+    def _started(self, sending: "asyncio.Task[Any] | Future[Any]") -> None:
+        self._sending.add(sending)
+        sending.add_done_callback(self._answered)
+
+    def _answered(self, sent: "asyncio.Task[Any] | Future[Any]") -> None:
+        self._sending.discard(sent)
+        if not sent.cancelled() and sent.exception() is not None:
+            logger.error("The end of captures was not sent: %s", sent.exception())
+
+
+class _Sender(_Unanswered):
     """Sends ends from the thread that runs an offline engine.
 
     A core in another process is not waited for: it answers between two steps, and has
     the outputs of the next one by then.
     """
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        self._sending: set[Future[Any]] = set()
 
     def __call__(self, ends: list[CaptureEnd]) -> None:
         if not hasattr(self._core, "call_utility"):
@@ -88,8 +102,7 @@ class _Sender:
         # As `call_utility` does, which would wait for the answer.
         number, sending = uuid1().int >> 64, Future[Any]()
         self._core.utility_results[number] = sending
-        self._sending.add(sending)
-        sending.add_done_callback(self._sent)
+        self._started(sending)
         request = 0, number, "end_captures", (ends,)
         self._core._send_input(EngineCoreRequestType.UTILITY, request)
 
@@ -97,24 +110,13 @@ class _Sender:
         """Wait for what was sent to have arrived."""
         wait(list(self._sending), timeout)
 
-    def _sent(self, sending: "Future[Any]") -> None:
-        self._sending.discard(sending)
-        _log_failure(sending)
 
-
-class _AsyncSender:
+class _AsyncSender(_Unanswered):
     """Sends ends from the event loop's thread, without blocking it."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        # The event loop keeps only weak references to tasks.
-        self._sending: set[asyncio.Task[Any]] = set()
 
     def __call__(self, ends: list[CaptureEnd]) -> None:
         sending = self._core.call_utility_async("end_captures", ends)
-        task = asyncio.ensure_future(sending)
-        self._sending.add(task)
-        task.add_done_callback(self._sent)
+        self._started(asyncio.ensure_future(sending))
 
     def wait(self, timeout: float) -> None:
         """Wait for pending tasks; on the loop's own thread, which runs them, return."""
@@ -124,12 +126,3 @@ class _AsyncSender:
             deadline = monotonic() + timeout
             while self._sending and monotonic() < deadline:
                 sleep(0.01)
-
-    def _sent(self, task: "asyncio.Task[Any]") -> None:
-        self._sending.discard(task)
-        _log_failure(task)
-
-
-def _log_failure(sent: "asyncio.Task[Any] | Future[Any]") -> None:
-    if not sent.cancelled() and sent.exception() is not None:
-        logger.error("The end of captures was not sent: %s", sent.exception())

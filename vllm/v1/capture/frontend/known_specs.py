@@ -5,11 +5,12 @@ A list of prompts with the same sampling parameters is admitted one request at a
 while the engine computes the first ones. What that costs delays the others.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Set
 from itertools import chain
 from typing import Any
 
 from vllm.v1.capture.plan import TapGroup
+from vllm.v1.capture.selectors import ATOMS
 
 MOST_KNOWN = 256
 MOST_VALUES = 256
@@ -19,15 +20,15 @@ MOST_VALUES = 256
 class KnownSpecs:
     """The groups of taps of recent specs. Thread-safe."""
 
-    def __init__(self, is_pure: Callable[[str], bool]) -> None:
+    def __init__(self, pure: Set[str]) -> None:
         """Start with none.
 
         Args:
-            is_pure: whether the consumer of this name accepts equal specs of requests
-                of equal lengths alike.
+            pure: names of the consumers that accept equal specs of requests of equal
+                lengths alike.
 
         """
-        self._is_pure = is_pure
+        self._pure = pure
         self._groups: dict[Hashable, tuple[TapGroup, ...]] = {}
 
     def key(self, capture: Any, *rest: Hashable) -> Hashable | None:
@@ -39,7 +40,7 @@ class KnownSpecs:
             rest: what else the result depends on.
 
         """
-        if type(capture) is not dict or not all(map(self._is_pure, capture)):
+        if type(capture) is not dict or not capture.keys() <= self._pure:
             return None
         values: list[Any] = list(rest)
         return tuple(values) if _flattened(capture, values) else None
@@ -69,7 +70,7 @@ def _flattened(raw: Any, values: list[Any]) -> bool:
         values += (kind, len(raw))
         items = chain.from_iterable(raw.items()) if kind is dict else raw
         return all(_flattened(one, values) for one in items)
-    if kind is str or kind is int or kind is bool or kind is float or raw is None:
+    if kind in ATOMS:
         values += (kind, raw)
         return True
     return False
