@@ -12,9 +12,9 @@ ratio is to their mean; the first round warms up and is not counted. Prompts of 
 tokens are timed whole, with the mean row of all layers. Without `--upstream` the fork
 without readouts takes its place. Weights are random.
 
-With `--alone` each engine has the GPU to itself, as users have: upstream's runs first,
-and a ratio is to the median of its turns. A second process on the GPU makes steps with
-readouts up to 4 % slower, and those without not.
+With `--alone` each engine has the GPU to itself, as users have: upstream's runs before
+and after the other, and ratios are to the mean of the medians of both. A second process
+on the GPU makes steps with readouts up to 4 % slower, and those without not.
 
 With `--within` there is only the fork. A ratio is to its own steps without readouts:
 the time of each step, as the caller sees it, is the median over all rounds, and their
@@ -149,31 +149,60 @@ def measure_alone(
     report: dict[str, Any],
 ) -> None:
     """All rounds, of one engine after the other; the first turns warm up."""
+    off = [turns_alone(options, settings, chosen, report)]
+    own: dict[str, list[float]] = {case.name: [] for case in chosen}
+    with Side("on", options.fork, settings) as on:
+        report["start"]["on"] = on.answer()
+        check(on, chosen, report)
+        for number in range(-1, options.rounds):
+            for case in chosen:
+                seconds = on.time_of(case, True)
+                print(f"  {case.name:28} {1e3 * seconds:.3f} ms", flush=True)
+                if number >= 0:
+                    own[case.name].append(seconds)
+            report["rounds"] = number + 1
+            if number >= 0:
+                compare_alone(off, own, chosen, report)
+                reports.save(report, options.out)
+    off.append(turns_alone(options, settings, chosen, report))
+    compare_alone(off, own, chosen, report)
+
+
+def turns_alone(
+    options: argparse.Namespace,
+    settings: Mapping[str, Any],
+    chosen: Sequence[Case],
+    report: dict[str, Any],
+) -> dict[bool, list[float]]:
+    """The times of upstream's turns, by whether prompts are timed."""
     plain = {case.is_long: case for case in chosen}
     with Side("off", options.upstream or options.fork, settings) as off:
-        report["start"] = {"off": off.answer()}
+        report.setdefault("start", {})["off"] = off.answer()
         taken = {
             is_long: [off.time_of(case, False) for _ in range(options.rounds + 1)][1:]
             for is_long, case in plain.items()
         }
     for is_long, seconds in taken.items():
         kind = "prompts" if is_long else "tokens"
-        report["off_ms"][kind] = [1e3 * one for one in seconds]
-        print(f"off, {kind}: {[f'{1e3 * one:.3f}' for one in seconds]}", flush=True)
-    base = {is_long: statistics.median(each) for is_long, each in taken.items()}
-    with Side("on", options.fork, settings) as on:
-        report["start"]["on"] = on.answer()
-        check(on, chosen, report)
-        for number in range(options.rounds + 1):
-            for case in chosen:
-                own = on.time_of(case, True)
-                off_seconds = base[case.is_long]
-                ratio = off_seconds / own if case.is_long else own / off_seconds
-                report["samples"].setdefault(case.name, []).append(ratio)
-                print(f"  {number} {case.name:28} {ratio:.4f}", flush=True)
-            summarise(report, max(number, 1))
-            report["rounds"] = number
-            reports.save(report, options.out)
+        found = [1e3 * one for one in seconds]
+        report["off_ms"].setdefault(kind, []).extend(found)
+        print(f"off, {kind}: {[f'{one:.3f}' for one in found]}", flush=True)
+    return taken
+
+
+def compare_alone(
+    off: Sequence[Mapping[bool, Sequence[float]]],
+    own: Mapping[str, Sequence[float]],
+    chosen: Sequence[Case],
+    report: dict[str, Any],
+) -> None:
+    """Put the ratios to upstream's times into the report."""
+    for case in chosen:
+        base = statistics.mean(statistics.median(one[case.is_long]) for one in off)
+        report["samples"][case.name] = [
+            base / one if case.is_long else one / base for one in own[case.name]
+        ]
+    summarise(report, len(own[chosen[0].name]))
 
 
 def measure_within(
