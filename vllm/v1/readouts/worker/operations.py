@@ -8,6 +8,7 @@ import torch
 
 from vllm.steering.sae import SparseAutoencoder
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
+from vllm.v1.readouts.worker import probe_kernel
 from vllm.v1.readouts.worker.custom import CustomReadouts
 from vllm.v1.readouts.worker.head import Head, lens_values
 from vllm.v1.readouts.worker.jobs import Job, ReadingRequest
@@ -82,19 +83,49 @@ class Operations:
                 return self._custom_values(job, rows, result)
         return {"rows": rows}
 
-    def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
-        """Probes given in requests: a single product if each entry has one row."""
+    def probe_into(
+        self, job: Job, staging: torch.Tensor, index: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Compute a job of probes whose entries have one row each.
+
+        Args:
+            job: its key begins with `probe` or `probes`.
+            staging: `[S, hidden_size]`, the staging memory.
+            index: `[R]` int64, the rows in `staging`.
+            values: `[R, k]` float32, for the result; it may be pinned memory.
+
+        """
+        is_named = job.key[0] == "probe"
+        module = job.key[1] if is_named else self._stacked(job)
+        if staging.is_cuda and probe_kernel.serves(module, len(index)):
+            probe_kernel.probe_rows(module, staging, index, values)
+            return
+        compute = probe_values if is_named else stacked_probe_values
+        found = compute(module, staging.index_select(0, index))
+        values.copy_(found["values"], non_blocking=True)
+
+    def _stacked(self, job: Job) -> ProbeModule:
+        """Probes given in requests, as one for each row."""
+        if "stacked" not in job.kept:
+            job.kept["stacked"] = stacked(self._modules(job))
+        found: ProbeModule = job.kept["stacked"]
+        return found
+
+    def _modules(self, job: Job) -> list[ProbeModule]:
         if "probes" not in job.kept:
             job.kept["probes"] = [
                 inline_probe(entry.readout.probe, self._width, self._device)
                 for entry in job.entries
                 if entry.readout.probe is not None
             ]
-        modules = job.kept["probes"]
+        found: list[ProbeModule] = job.kept["probes"]
+        return found
+
+    def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
+        """Probes given in requests: a single product if each entry has one row."""
         if all(entry.count == 1 for entry in job.entries):
-            if "stacked" not in job.kept:
-                job.kept["stacked"] = stacked(modules)
-            return stacked_probe_values(job.kept["stacked"], rows)
+            return stacked_probe_values(self._stacked(job), rows)
+        modules = self._modules(job)
         parts = [
             probe_values(module, rows[entry.first : entry.first + entry.num_rows])
             for module, entry in zip(modules, job.entries)

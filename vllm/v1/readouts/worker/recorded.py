@@ -6,7 +6,7 @@ lens and ten times for a probe. The operations of consecutive steps differ only 
 rows that they read, so they are recorded once and then replayed by a single call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeAlias, TypeVar
@@ -20,7 +20,7 @@ from vllm.v1.readouts.modules import ProbeModule
 from vllm.v1.readouts.worker.jobs import Job, JobKey, JobSet
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.readouts.worker.operations import Operations
-from vllm.v1.readouts.worker.pending import JobResult
+from vllm.v1.readouts.worker.pending import MOST_WAITING_BYTES, JobResult
 
 logger = init_logger(__name__)
 T = TypeVar("T")
@@ -33,11 +33,6 @@ MOST_BYTES = 64 << 20
 
 Recordings keep their memory; and for more values, the calls are a small part of the
 time.
-"""
-LIGHT_BYTES = 1 << 18
-"""Largest results of probes that are computed in the stream of the forward pass.
-
-They take the GPU less time than the CPU needs to order two streams.
 """
 
 
@@ -105,6 +100,8 @@ class Copies:
 
     arrays: list[Arrays]
     """By job."""
+    work: Callable[[], None]
+    """Queues the operations, with their results in the arrays."""
     done: Any
     """The event after which they are valid."""
 
@@ -113,17 +110,14 @@ class Copies:
 class Recording:
     """The recorded operations of steps with the same jobs."""
 
-    replay: Replay
-    beside: bool
-    """Whether it runs on the side stream."""
+    new_copies: Callable[[], Copies]
     index: list[torch.Tensor]
     """By job: `[R]` int64, rows relative to the first staging row."""
-    rows: list[torch.Tensor]
-    """By job: `[R, hidden_size]`, from which the results are computed."""
-    arrays: list[Arrays]
-    """By job: the results, on the device."""
     job_set: JobSet
     """The one whose rows are in `index`; kept, so that no other has its `id`."""
+    rows: list[torch.Tensor] | None = None
+    """By job: `[R, hidden_size]`, from which the side stream computes the results; None
+    if the stream of the forward pass does, from staging memory."""
     free: list[Copies] = field(default_factory=list)
     last: Any = None
     """The event of the last step on the side stream."""
@@ -133,17 +127,6 @@ class Recording:
         for own, job in zip(self.index, job_set.jobs, strict=True):
             own.copy_(job.index, non_blocking=True)
         self.job_set = job_set
-
-    def gather(self, staging: torch.Tensor) -> None:
-        """Copy the rows of a step from staging memory."""
-        for index, rows in zip(self.index, self.rows, strict=True):
-            torch.index_select(staging, 0, index, out=rows)
-
-    def copy_to(self, copies: Copies) -> None:
-        """Start copying the results to the host."""
-        for found, host in zip(self.arrays, copies.arrays, strict=True):
-            for name, array in found.items():
-                host[name].copy_(array, non_blocking=True)
 
 
 class RecordedSteps:
@@ -201,20 +184,17 @@ class RecordedSteps:
         if recording.job_set is not job_set:
             recording.load(job_set)
         free = recording.free
-        copies = free.pop() if free else self._new_copies(recording)
-
-        def work() -> None:
-            recording.replay()
-            recording.copy_to(copies)
-
-        if recording.beside:
+        copies = free.pop() if free else self._tried(recording.new_copies)
+        if copies is None:
+            return None
+        if recording.rows is not None:
             if recording.last is not None:
                 self._streams.wait(recording.last)  # It reads the rows of that step.
-            recording.gather(rows)
-            self._streams.run_beside(work, copies.done)
+            _gather(rows, recording.index, recording.rows)
+            self._streams.run_beside(copies.work, copies.done)
             recording.last = copies.done
         else:
-            self._streams.run(work, copies.done)
+            self._streams.run(copies.work, copies.done)
         return copies, lambda: free.append(copies)
 
     def _recording(
@@ -254,14 +234,8 @@ class RecordedSteps:
 
     def _try_to_record(self, job_set: JobSet, rows: torch.Tensor) -> Recording | None:
         began = perf_counter()
-        try:
-            recording = self._record(job_set, rows)
-        except RuntimeError:
-            self.failed = True
-            logger.exception(
-                "Readouts could not be recorded as CUDA graphs. Their results are "
-                "the same without, but a step takes the CPU longer."
-            )
+        recording = self._tried(lambda: self._record(job_set, rows))
+        if recording is None:
             return None
         if len(self._recordings) == MOST_RECORDINGS:
             self._drop(next(iter(self._recordings)))
@@ -274,38 +248,96 @@ class RecordedSteps:
         )
         return recording
 
+    def _tried(self, record: Callable[[], T]) -> T | None:
+        """What `record` returns; None if it fails, after which nothing is replayed."""
+        try:
+            return record()
+        except RuntimeError:
+            self.failed = True
+            logger.exception(
+                "Readouts could not be recorded as CUDA graphs. Their results are "
+                "the same without, but a step takes the CPU longer."
+            )
+            return None
+
     def _drop(self, key: JobKey) -> None:
         recording = self._recordings.pop(key)
         if recording.last is not None:
             self._streams.wait(recording.last)  # Its rows become free for this stream.
 
     def _record(self, job_set: JobSet, staging: torch.Tensor) -> Recording:
-        beside = not all(map(_is_light, job_set.jobs))
-        index = [job.index.clone() for job in job_set.jobs]
-        rows = [staging.new_empty(len(one), staging.shape[1]) for one in index]
-        made = Recording(lambda: None, beside, index, rows, [], job_set)
-        made.gather(staging)
-
-        def work() -> list[Arrays]:
-            if not beside:
-                made.gather(staging)
-            return [
-                self._operations.compute(job, own, JobResult(job.entries, 0, {}))
-                for job, own in zip(job_set.jobs, rows, strict=True)
-            ]
-
-        made.replay, made.arrays = self._streams.record(work, beside)
+        record = self._record_light if _is_light(job_set) else self._record_beside
+        made = record(job_set, staging)
+        made.free.append(made.new_copies())
         return made
 
-    def _new_copies(self, recording: Recording) -> Copies:
-        arrays = [
-            {
-                name: torch.empty_like(one, device="cpu", pin_memory=one.is_cuda)
-                for name, one in found.items()
-            }
-            for found in recording.arrays
-        ]
-        return Copies(arrays, self._streams.event())
+    def _record_light(self, job_set: JobSet, staging: torch.Tensor) -> Recording:
+        """Probes that are computed from staging memory into memory of the host."""
+        jobs, compute = job_set.jobs, self._operations.probe_into
+        index = [job.index.clone() for job in jobs]
+
+        def new_copies() -> Copies:
+            values = [
+                _pinned((len(job.index), _vectors(job)), torch.float32, staging)
+                for job in jobs
+            ]
+
+            def work() -> None:
+                for job, own, found in zip(jobs, index, values, strict=True):
+                    compute(job, staging, own, found)
+
+            # Of its own: a graph has the addresses that it writes to.
+            replay, _ = self._streams.record(work, False)
+            arrays = [{"values": found} for found in values]
+            return Copies(arrays, replay, self._streams.event())
+
+        return Recording(new_copies, index, job_set)
+
+    def _record_beside(self, job_set: JobSet, staging: torch.Tensor) -> Recording:
+        """Operations on copied rows, while the next forward pass runs."""
+        jobs, compute = job_set.jobs, self._operations.compute
+        index = [job.index.clone() for job in jobs]
+        rows = [staging.new_empty(len(one), staging.shape[1]) for one in index]
+        _gather(staging, index, rows)
+
+        def compute_all() -> list[Arrays]:
+            return [
+                compute(job, own, JobResult(job.entries, 0, {}))
+                for job, own in zip(jobs, rows, strict=True)
+            ]
+
+        replay, results = self._streams.record(compute_all, True)
+
+        def new_copies() -> Copies:
+            arrays = [
+                {name: _pinned(one.shape, one.dtype, one) for name, one in each.items()}
+                for each in results
+            ]
+
+            def work() -> None:
+                replay()
+                for found, host in zip(results, arrays, strict=True):
+                    for name, array in found.items():
+                        host[name].copy_(array, non_blocking=True)
+
+            return Copies(arrays, work, self._streams.event())
+
+        return Recording(new_copies, index, job_set, rows)
+
+
+def _gather(
+    staging: torch.Tensor, index: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+) -> None:
+    """Copy the rows of a step from staging memory."""
+    for at, own in zip(index, rows, strict=True):
+        torch.index_select(staging, 0, at, out=own)
+
+
+def _pinned(
+    shape: tuple[int, ...], dtype: torch.dtype, source: torch.Tensor
+) -> torch.Tensor:
+    """Host memory; pinned if `source` is on a GPU."""
+    return torch.empty(shape, dtype=dtype, pin_memory=source.is_cuda)
 
 
 def _depends_on_requests(job: Job) -> bool:
@@ -318,12 +350,21 @@ def _depends_on_requests(job: Job) -> bool:
     return False
 
 
-def _is_light(job: Job) -> bool:
+def _is_light(job_set: JobSet) -> bool:
+    """Whether the stream of the forward pass computes the results.
+
+    Probes take the GPU less time than the CPU needs to order two streams. Their results
+    must be few enough to be copied and released in each step.
+    """
+    sizes = [4 * _vectors(job) * len(job.index) for job in job_set.jobs]
+    return min(sizes) > 0 and sum(sizes) <= MOST_WAITING_BYTES
+
+
+def _vectors(job: Job) -> int:
+    """Values per row of a probe; 0 for operations other than probes."""
     match job.key:
         case ("probe", ProbeModule() as module):
-            values = len(module.bias)
+            return len(module.bias)
         case ("probes", int() as values, *_):
-            pass
-        case _:
-            return False
-    return 4 * values * len(job.index) <= LIGHT_BYTES
+            return values
+    return 0
