@@ -108,6 +108,8 @@ class WorkerCapture:
             scratch_rows=step_rows if readouts is not None else 0,
             encoder=encoder,
         )
+        if readouts is not None:
+            readouts.compile_kernels(self._staging.rows)
         self._hands_on: tuple[int, bool] = -1, False
         """Number of a layout, and whether any of its rows leave the device."""
         self._first_row = 0
@@ -177,7 +179,7 @@ class WorkerCapture:
     def summary(self) -> str:
         """One line for the log: consumers, limits and the overload policy."""
         config = self._config
-        rows, mib = self._staging.rows.shape[0], 1 << 20
+        rows, mib = self._staging.ring.num_rows, 1 << 20
         spill = f" of {config.spill_max_bytes // mib} MiB in {config.spill_folder}"
         return (
             f"capture by {sorted(self._lanes.keys() - {LIVE})}, up to {rows // 2} rows "
@@ -432,8 +434,21 @@ class WorkerCapture:
                 CaptureProgress.active = CaptureProgress(num_ops, LARGE_STEP_PARTS)
         else:
             self._sending.hand_on()
-            self._first_row = self._staging.scratch
+            self._first_row = self._first_reduced_row(layout.num_rows)
         self._slots.write(layout, self._first_row, num_rows)
+
+    def _first_reduced_row(self, num_rows: int) -> int:
+        """The first row of a step whose rows only readouts use.
+
+        Later steps on the same stream may overwrite them.
+        """
+        staging = self._staging
+        if staging.scratch + num_rows <= len(staging.rows):
+            return staging.scratch
+        # All of the ring, once the rows of earlier steps have left it.
+        whole = self._sending.reserve(staging.ring.num_rows)
+        staging.ring.release(whole)
+        return whole.start
 
     def _leave_the_device(self, layout: Layout) -> bool:
         """Whether any row of a step is delivered; if so, the step needs a ring segment.

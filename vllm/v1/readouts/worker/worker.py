@@ -21,6 +21,7 @@ from vllm.v1.capture.staging.step_layout import PlacedStep
 from vllm.v1.capture.stats import ReadoutCounters
 from vllm.v1.readouts.plan import Readout, ReadoutPlan, Tap
 from vllm.v1.readouts.token_steps import TokenTable
+from vllm.v1.readouts.worker import probe_kernel, sum_kernel
 from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.jobs import (
     ROWS,
@@ -126,6 +127,17 @@ class WorkerReadouts:
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests
+
+    def compile_kernels(self, staging: torch.Tensor) -> None:
+        """Compile what steps with readouts launch, before there are requests.
+
+        Args:
+            staging: `[S, hidden_size]`, the staging memory; it is only read.
+
+        """
+        if self._device.type == "cuda" and self._has_rows:
+            probe_kernel.compile_kernels(staging)
+            sum_kernel.compile_kernel(staging)
 
     def add_request(
         self,
