@@ -14,7 +14,7 @@ without readouts takes its place. Weights are random.
 
 With `--alone` each engine has the GPU to itself, as users have: upstream's runs before
 and after the other, and ratios are to the mean of the medians of both. A second process
-on the GPU makes steps with readouts up to 4 % slower, and those without not.
+made steps with readouts up to 4 % slower on an H200, and those without not.
 
 With `--within` there is only the fork. A ratio is to its own steps without readouts:
 the time of each step, as the caller sees it, is the median over all rounds, and their
