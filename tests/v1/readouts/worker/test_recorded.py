@@ -29,7 +29,7 @@ from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.readouts.frontend.admission import staged_ranges
 from vllm.v1.readouts.modules import ProbeModule
 from vllm.v1.readouts.plan import Probe, Readout, ReadoutPlan
-from vllm.v1.readouts.worker import recorded, worker
+from vllm.v1.readouts.worker import probe_kernel, recorded, worker
 from vllm.v1.readouts.worker.pending import PendingReadouts
 from vllm.v1.readouts.worker.recorded import RecordedSteps
 from vllm.v1.residual.step_view import StepView
@@ -92,6 +92,8 @@ class OneStream:
 
     def __init__(self) -> None:
         self.recorded = 0
+        self.beside: list[bool] = []
+        """By recording, whether it is for the side stream."""
 
     def event(self) -> Any:
         return SimpleNamespace(synchronize=lambda: None)
@@ -99,6 +101,7 @@ class OneStream:
     def record(self, work: Callable[[], Any], beside: bool) -> Any:
         found = work()
         self.recorded += 1
+        self.beside.append(beside)
 
         def replay() -> None:
             # Light work writes to memory that its step gets.
@@ -321,3 +324,52 @@ def test_a_recording_that_fails_is_not_tried_again(
     side.add("a", (PROBE,))
     run(side, 8)
     assert tried == 1
+
+
+def test_a_step_in_flight_that_cannot_be_recorded_is_computed_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side, plain = Steps(records=True), Steps(records=False)
+    for one in (side, plain):
+        one.add("a", (PROBE,))
+        run(one, 4)
+
+    def fail(work: Any, beside: bool) -> Any:
+        raise RuntimeError("no memory for a graph")
+
+    monkeypatch.setattr(side.streams, "record", fail)
+    steps = [side.step() for _ in range(3)]  # The second needs memory of its own.
+    assert side.readouts.recorded is not None and side.readouts.recorded.failed
+    for found in steps:
+        own, expected = values(found, ["a"]), values(plain.step(), ["a"])
+        assert own and own.keys() == expected.keys()
+        for key, arrays in own.items():
+            np.testing.assert_array_equal(arrays["values"], expected[key]["values"])
+
+
+@pytest.mark.parametrize(
+    ("activation", "cosine", "rows"),
+    [("softmax", False, 256), ("none", True, 256), ("none", False, 0)],
+)
+def test_probes_that_the_kernel_cannot_compute_are_computed_beside(
+    activation: Any,
+    cosine: bool,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe_kernel, "MOST_ROWS", rows)
+    vectors = draw(2, HIDDEN, seed=13).numpy().tobytes()
+    probe = Probe(vectors, (0.5, 0.0), activation=activation, cosine=cosine)
+    own = Readout("own", "probe", block(3), EVERYWHERE, probe=probe)
+    side = Steps(records=True)
+    side.add("a", (own,))
+    run(side, 6)
+    assert side.streams.beside == [True]
+
+
+def test_small_probes_are_computed_in_the_stream_of_the_forward_pass() -> None:
+    side = Steps(records=True)
+    side.add("a", (PROBE,))
+    side.add("b", (OWN[0],))
+    run(side, 6)
+    assert side.streams.beside == [False]

@@ -22,9 +22,13 @@ WARPS = 8
 
 
 def serves(module: ProbeModule, num_rows: int) -> bool:
-    """Whether the kernel can compute a probe's values for `num_rows` rows."""
-    can = module.activation in ELEMENTWISE and not module.cosine
-    return HAS_TRITON and can and num_rows <= MOST_ROWS
+    """Whether the kernel exists here and can compute a probe for `num_rows` rows."""
+    return HAS_TRITON and suits(module.activation, module.cosine, num_rows)
+
+
+def suits(activation: str, cosine: bool, num_rows: int) -> bool:
+    """Whether the kernel can compute such a probe for `num_rows` rows."""
+    return activation in ELEMENTWISE and not cosine and num_rows <= MOST_ROWS
 
 
 def probe_rows(

@@ -21,6 +21,7 @@ from vllm.v1.readouts.worker.jobs import Job, JobKey, JobSet
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.readouts.worker.operations import Operations
 from vllm.v1.readouts.worker.pending import MOST_WAITING_BYTES, JobResult
+from vllm.v1.readouts.worker.probe_kernel import suits
 
 logger = init_logger(__name__)
 T = TypeVar("T")
@@ -351,7 +352,7 @@ def _depends_on_requests(job: Job) -> bool:
 
 
 def _is_light(job_set: JobSet) -> bool:
-    """Whether the stream of the forward pass computes the results.
+    """Whether the stream of the forward pass computes the results, by a kernel per job.
 
     Probes take the GPU less time than the CPU needs to order two streams. Their results
     must be few enough to be copied and released in each step.
@@ -361,10 +362,12 @@ def _is_light(job_set: JobSet) -> bool:
 
 
 def _vectors(job: Job) -> int:
-    """Values per row of a probe; 0 for operations other than probes."""
+    """Values per row of a probe that the kernel can compute; 0 for other operations."""
     match job.key:
-        case ("probe", ProbeModule() as module):
-            return len(module.bias)
-        case ("probes", int() as values, *_):
-            return values
-    return 0
+        case ("probe", ProbeModule(activation=activation, cosine=cosine) as module):
+            values = len(module.bias)
+        case ("probes", int() as values, activation, cosine, *_):
+            pass
+        case _:
+            return 0
+    return values if suits(activation, cosine, len(job.index)) else 0
