@@ -20,8 +20,10 @@ MOST_REGISTERS = 128
 """Of a thread: two programs then run on a multiprocessor at least."""
 
 
-@pytest.mark.parametrize(("count", "own"), [(1, False), (256, False), (3, True)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("count", "own", "dtype"),
+    [(1, False, "fp32"), (256, False, "bf16"), (3, True, "bf16")],
+)
 def test_probes_compile_for_hopper(
     count: int, own: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def assert_close(found: torch.Tensor, module: Any, before: torch.Tensor) -> None
     own=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_values_are_those_of_float64(
     count: int,
     width: int,

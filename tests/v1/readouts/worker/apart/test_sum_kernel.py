@@ -27,7 +27,7 @@ STAGED = 900
     parts=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_sums_are_those_of_float64(
     spans: list[tuple[int, int]], width: int, dtype: torch.dtype, parts: int, seed: int
 ) -> None:
