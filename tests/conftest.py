@@ -2,9 +2,12 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.subprocess import MARK
 
 # Tests start engines in their own process, small, and without a network. The variables
 # are read when vllm is imported, so they are set before any test module is.
@@ -74,6 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: (not _is_apart(item), not item.get_closest_marker("e2e"))
     )
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Collect tests in folders `apart` only in processes that other tests start."""
+    is_apart = collection_path.parent.name == "apart"
+    return True if is_apart and not os.environ.get(MARK) else None
 
 
 def _is_apart(item: pytest.Item) -> bool:

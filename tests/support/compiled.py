@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,22 +20,24 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def with_triton(patch: pytest.MonkeyPatch) -> None:
-    """Let modules that are loaded from now on have kernels, as where a GPU is."""
+def on_a_gpu(patch: pytest.MonkeyPatch, *modules: ModuleType) -> ModuleType:
+    """The last of the modules as it is where Triton has a device.
+
+    On a CPU they have no kernels. Each is loaded once more from its file, and those
+    after it import it.
+    """
     patch.delenv("TRITON_INTERPRET", raising=False)
     utils = importlib.import_module("vllm.triton_utils")
     patch.setattr(utils, "HAS_TRITON", True)
     patch.setattr(utils, "triton", importlib.import_module("triton"))
     patch.setattr(utils, "tl", importlib.import_module("triton.language"))
-
-
-def loaded(module: ModuleType) -> ModuleType:
-    """The module, loaded once more from its file."""
-    assert module.__file__ is not None
-    spec = importlib.util.spec_from_file_location("on_a_gpu", Path(module.__file__))
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    for module in modules:
+        assert module.__file__ is not None
+        spec = importlib.util.spec_from_file_location("on_a_gpu", module.__file__)
+        assert spec is not None and spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        patch.setitem(sys.modules, module.__name__, made)
     return made
 
 
@@ -71,10 +74,11 @@ def for_hopper(
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def resources(path: Path, cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread."""
+def resources(folder: Path, made: Any) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread of a compiled kernel."""
     triton = importlib.import_module("triton")
-    path.write_bytes(cubin)
+    path = folder / "kernel.cubin"
+    path.write_bytes(made.asm["cubin"])
     told = subprocess.run(
         [triton.knobs.nvidia.cuobjdump.path, "-res-usage", path],
         capture_output=True,

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program kernel compiles for a GPU, which needs none."""
 
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.support.compiled import (
-    for_hopper,
-    loaded,
-    needs_compiler,
-    resources,
-    with_triton,
-)
+from tests.support.compiled import for_hopper, needs_compiler, on_a_gpu, resources
 from vllm.model_executor.layers.residual import program_kernel, program_records
 
 pytestmark = needs_compiler
@@ -30,10 +23,7 @@ POINTERS = {
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module as it is where Triton has a device: on a CPU it has no kernel."""
-    with_triton(monkeypatch)
-    monkeypatch.setitem(sys.modules, program_records.__name__, loaded(program_records))
-    return loaded(program_kernel)
+    return on_a_gpu(monkeypatch, program_records, program_kernel)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +51,7 @@ def test_it_compiles_for_hopper(
         launch_pdl=pair,
         maxnreg=most,
     )
-    used, stack = resources(tmp_path / "kernel.cubin", made.asm["cubin"])
+    used, stack = resources(tmp_path, made)
     assert used <= most
     assert stack <= STACK
     waits = "griddepcontrol.wait" in made.asm["ptx"]

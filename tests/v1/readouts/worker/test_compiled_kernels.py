@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.compiled import (
-    for_hopper,
-    loaded,
-    needs_compiler,
-    resources,
-    with_triton,
-)
+from tests.support.compiled import for_hopper, needs_compiler, on_a_gpu, resources
 from vllm.v1.readouts.worker import probe_kernel, sum_kernel
 
 pytestmark = needs_compiler
@@ -27,8 +21,7 @@ MOST_REGISTERS = 128
 def test_probes_compile_for_hopper(
     count: int, own: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_triton(monkeypatch)
-    module = loaded(probe_kernel)
+    module = on_a_gpu(monkeypatch, probe_kernel)
     blocks = zip(
         ("BLOCK_R", "BLOCK_K", "BLOCK_H"), module._blocks(count, 4096, own), strict=True
     )
@@ -40,20 +33,19 @@ def test_probes_compile_for_hopper(
         {"OWN": own, **dict(blocks)},
         num_warps=module.WARPS,
     )
-    used, stack = resources(tmp_path / "kernel.cubin", made.asm["cubin"])
+    used, stack = resources(tmp_path, made)
     assert used <= MOST_REGISTERS and stack == 0
 
 
 def test_sums_compile_for_hopper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_triton(monkeypatch)
-    module = loaded(sum_kernel)
+    module = on_a_gpu(monkeypatch, sum_kernel)
     made = for_hopper(
         module._sum_kernel,
         {"rows_ptr": "*bf16", "spans_ptr": "*i64", "out_ptr": "*fp32"},
         {"BLOCK_ROWS": module.BLOCK_ROWS, "BLOCK_WIDTH": module.BLOCK_WIDTH},
         num_warps=4,
     )
-    used, stack = resources(tmp_path / "kernel.cubin", made.asm["cubin"])
+    used, stack = resources(tmp_path, made)
     assert used <= MOST_REGISTERS and stack == 0

@@ -94,6 +94,7 @@ class WorkerCapture:
         self._columns = {tap: column for column, tap in enumerate(taps)}
         self._takes_rows = stage.tensor_rank == 0
         step_rows = config.rows_per_step(width * dtype.itemsize)
+        all_rows = config.rows_per_reducing_step(width * dtype.itemsize)
         self.readouts = readouts
         self._remembering: dict[str, Any] = {}
         """The consumers in this process that must validate the specs of requests."""
@@ -105,7 +106,7 @@ class WorkerCapture:
             width,
             dtype,
             device,
-            scratch_rows=step_rows if readouts is not None else 0,
+            scratch_rows=all_rows - 2 * step_rows if readouts is not None else 0,
             encoder=encoder,
         )
         if readouts is not None:
@@ -434,10 +435,10 @@ class WorkerCapture:
                 CaptureProgress.active = CaptureProgress(num_ops, LARGE_STEP_PARTS)
         else:
             self._sending.hand_on()
-            self._first_row = self._first_reduced_row(layout.num_rows)
+            self._first_row = self._first_undelivered_row(layout.num_rows)
         self._slots.write(layout, self._first_row, num_rows)
 
-    def _first_reduced_row(self, num_rows: int) -> int:
+    def _first_undelivered_row(self, num_rows: int) -> int:
         """The first row of a step whose rows only readouts use.
 
         Later steps on the same stream may overwrite them.
