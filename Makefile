@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint type test test-soak test-multiprocess test-hostile test-processors test-real test-interop parity test-gpu test-native wheel models real-model docs demo clean
+.PHONY: venv weave check format lint size type test test-soak test-multiprocess test-hostile test-processors test-real test-interop parity test-gpu test-native wheel models real-model docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -49,7 +49,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.dead_code
+	$(BIN)/python -m tests.size
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+size: $(INSTALLED)  ## Lines of code by folder, beside the budget
+	$(BIN)/python -m tests.size --depth 3
 
 type: venv
 	$(BIN)/mypy
