@@ -127,7 +127,7 @@ wheel: $(INSTALLED)  ## A wheel to pass on, in dist/
 
 models: $(INSTALLED)  ## The page of supported models, from the list and the proofs
 	$(BIN)/python -m fork models --device $(DEVICE) --markdown > docs/.supported_models
-	mv docs/.supported_models docs/supported_models.md
+	mv docs/.supported_models docs/reference/supported_models.md
 
 docs: $(INSTALLED)  ## The documentation, in site/
 	$(BIN)/python -m pip install --quiet -r requirements/docs.txt

@@ -45,7 +45,7 @@ class Checkout:
     @property
     def supported_models(self) -> Path:
         """The page that lists the architectures."""
-        return self.root / "docs" / "supported_models.md"
+        return self.root / "docs" / "reference" / "supported_models.md"
 
     @property
     def requirements(self) -> Path:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument(
         "--markdown",
         action="store_true",
-        help="print the page docs/supported_models.md",
+        help="print the page docs/reference/supported_models.md",
     )
 
 

@@ -36,7 +36,7 @@ def fetch(pin: WheelPin, version: str, machine: str) -> Path:
         found = ", ".join(p.name for p in path.parent.glob("*.whl"))
         raise BuildFailure(
             f"the registry gave {found} for {pin.project} {version}, expected "
-            f"{pin.file}: was the release rebuilt? See docs/upgrading.md"
+            f"{pin.file}: was the release rebuilt? See docs/operate/upgrading.md"
         )
     verify(
         path,

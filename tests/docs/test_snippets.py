@@ -50,8 +50,8 @@ def test_the_readme(tmp_path: Path) -> None:
 
 
 def test_the_capture_and_file_guides(tmp_path: Path) -> None:
-    guide = "\n".join(blocks(ROOT / "docs" / "capture.md", "python"))
-    files = "\n".join(blocks(ROOT / "docs" / "formats.md", "python"))
+    guide = "\n".join(blocks(ROOT / "docs" / "capture" / "index.md", "python"))
+    files = "\n".join(blocks(ROOT / "docs" / "capture" / "files.md", "python"))
     check = """
 from vllm.v1.capture.consumers.filesystem import read_request
 ours = read_request(FOLDER, "trial", "one")[3, "post_block"].float().numpy()
@@ -63,12 +63,12 @@ assert (ours == rows).all() and len(rows) > 10
 
 
 def test_the_guide_to_rows_that_stay(tmp_path: Path) -> None:
-    printed = run(tmp_path, *blocks(ROOT / "docs" / "capture-memory.md", "python"))
+    printed = run(tmp_path, *blocks(ROOT / "docs" / "capture" / "memory.md", "python"))
     assert printed.count("torch.Size([1, 192])") == 2 and "held_bytes" in printed
 
 
 def test_the_guide_to_rows_in_the_response(tmp_path: Path) -> None:
-    offline, live, read = blocks(ROOT / "docs" / "capture-rows.md", "python")
+    offline, live, read = blocks(ROOT / "docs" / "capture" / "rows.md", "python")
     check = """
 from vllm.v1.capture.frontend.http import rows_as_json
 for encoding in (None, "zstd"):
@@ -81,15 +81,17 @@ for encoding in (None, "zstd"):
 
 
 def test_the_consumer_guide(tmp_path: Path) -> None:
-    consumer, use, test = blocks(ROOT / "docs" / "consumers.md", "python")
+    consumer, use, test = blocks(ROOT / "docs" / "capture" / "consumers.md", "python")
     (tmp_path / "mean_norm.py").write_text(consumer)
     printed = run(tmp_path, f"{use}\n{test}")
     assert "{'0': " in printed and "'5': " in printed
 
 
 def test_the_steering_guides(tmp_path: Path) -> None:
-    request, client, everything = blocks(ROOT / "docs" / "steering.md", "python")
-    pack, files = blocks(ROOT / "docs" / "steering-files.md", "python")
+    request, client, everything = blocks(
+        ROOT / "docs" / "steering" / "index.md", "python"
+    )
+    pack, files = blocks(ROOT / "docs" / "steering" / "files.md", "python")
     check = """
 form = {"post_block": pack([2], vector[None])}
 (one,) = llm.generate("Anna", SamplingParams(max_tokens=2, steering_vectors=form))

@@ -15,7 +15,7 @@ from tests.support.scripts import load
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "tasks"
 TASKS = ("probe", "lens", "steer", "ablate", "patch")
-DOCS = (ROOT / "docs" / "tasks.md").read_text().splitlines()
+DOCS = (ROOT / "docs" / "start" / "tasks.md").read_text().splitlines()
 sys.path.insert(0, str(FOLDER))  # the examples are scripts
 
 

@@ -26,7 +26,7 @@ vllm.LLM.__init__ = partialmethod(vllm.LLM.__init__, enforce_eager=True)
 
 def code_of(page: str, language: str = "python") -> list[str]:
     """The blocks of a page in one language."""
-    return blocks(ROOT / "docs" / "interop" / f"{page}.md", language)
+    return blocks(ROOT / "docs" / "reference" / "interop" / f"{page}.md", language)
 
 
 def printed_by(folder: Path, code: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations on the residual stream other than plain addition of a vector.
 
-These records are sent to the engine core and the workers; `docs/steering-semantics.md`
+These records are sent to the engine core and the workers; `docs/steering/semantics.md`
 has the formulas. This module imports neither torch nor the rest of steering, because
 `vllm.sampling_params` imports it.
 """

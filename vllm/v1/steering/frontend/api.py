@@ -30,7 +30,7 @@ def set_steering(
         self: the engine to steer.
         vectors: vectors for all tokens, `{hook: {layer: vector}}`; a vector has
             `hidden_size` finite numbers (list, NumPy array or tensor, used as float32)
-            or is an object with more keys, see `docs/steering-vectors.md`.
+            or is an object with more keys, see `docs/steering/vectors.md`.
         prefill_vectors: vectors added for prompt tokens only.
         decode_vectors: vectors added for generated tokens only.
         clamps: clamps for all tokens, `{hook: {layer: [{"vector", "min"?, "max"?},

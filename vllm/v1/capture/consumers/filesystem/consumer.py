@@ -28,7 +28,7 @@ class FilesystemConsumer(StorageSink):
 
     A `CaptureSink`. The result's payload is the list of paths of the `.bin` files,
     which are complete when the result is returned. For the formats see
-    `docs/formats.md`.
+    `docs/capture/files.md`.
     """
 
     reads_client_spec: ClassVar[bool] = True
