@@ -9,7 +9,6 @@ refused.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from vllm.interop.interp_engine.types import Tap, tap_of
 from vllm.interop.interp_engine.wire import decode_tensor
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_finite
 
 ORDER = (
     "additive",
@@ -273,8 +273,7 @@ def _unit(vector: torch.Tensor, method: str) -> torch.Tensor:
 
 def _number(fields: Mapping[str, Any], name: str, default: float | None) -> float:
     value = fields.get(name, default)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not isfinite(value):
+    if not is_finite(value):
         raise ValueError(
             f"steering: {name} must be a finite number, not {shown(value)}"
         )

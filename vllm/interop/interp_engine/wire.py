@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_integer
 
 DTYPES = ("float32", "float16", "bfloat16")
 MOST_DIMENSIONS = 8
@@ -76,7 +77,7 @@ def decode_tensor(value: Any) -> torch.Tensor:
     if (
         not isinstance(shape, list)
         or not 0 < len(shape) <= MOST_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < 1 << 31 for n in shape)
+        or not all(is_integer(size, 0, 1 << 31) for size in shape)
     ):
         raise ValueError(
             f"shape must be a list of 1 to {MOST_DIMENSIONS} integers of at least 0"

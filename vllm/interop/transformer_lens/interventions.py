@@ -3,8 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from vllm.interop.prompt_rows import Tap
+from vllm.v1.residual.numbers import is_finite, is_integer
 
 NAMES = {
     "pre_attn": ("hook_in", "hook_resid_pre"),
@@ -128,19 +127,18 @@ def _positions(where: str, raw: Any) -> list[int] | None:
         return None
     if isinstance(raw, (torch.Tensor, np.ndarray)):
         raw = raw.tolist()
-    listed = [raw] if isinstance(raw, Integral) else raw
+    listed = [raw] if is_integer(raw) else raw
     if (
         not isinstance(listed, Sequence)
         or not listed
-        or not all(isinstance(one, Integral) for one in listed)
-        or any(isinstance(one, bool) for one in listed)
+        or not all(map(is_integer, listed))
     ):
         raise ValueError(f"{where}.pos={raw!r}: give a position or a list of them")
     return [int(one) for one in listed]
 
 
 def _number(where: str, raw: Any) -> float:
-    if isinstance(raw, bool) or not isinstance(raw, Real) or not isfinite(raw):
+    if not is_finite(raw):
         raise ValueError(f"{where}={raw!r}: give a finite number")
     return float(raw)
 

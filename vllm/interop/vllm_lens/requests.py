@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from vllm.interop.vllm_lens.steering_vector import MOST_BYTES, SteeringVector
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.plain_data import parse_text
 from vllm.v1.steering.errors import SteeringValidationError
 
@@ -94,7 +95,7 @@ def _layers(raw: Any, num_layers: int) -> list[int]:
         raw = _parsed(raw, where)
     if (wanted := _flag(raw)) is not None:
         return list(range(num_layers)) if wanted else []
-    if not isinstance(raw, list) or any(type(layer) is not int for layer in raw):
+    if not isinstance(raw, list) or not all(map(is_integer, raw)):
         raise CaptureValidationError(
             f"{where} must be true or a list of layers",
             parameter=where,
@@ -108,7 +109,7 @@ def _layers(raw: Any, num_layers: int) -> list[int]:
                 parameter=where,
                 value=layer,
             )
-    return sorted(set(raw))
+    return sorted({int(layer) for layer in raw})
 
 
 def _capture(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from vllm.v1.residual.numbers import is_integer
+
 MOST_BYTES = 1 << 30
 """Most bytes of one tensor, decompressed."""
 
@@ -106,7 +108,7 @@ def _checked(shape: Any) -> list[int]:
     if (
         not isinstance(shape, list)
         or len(shape) > MOST_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < 1 << 31 for n in shape)
+        or not all(is_integer(size, 0, 1 << 31) for size in shape)
     ):
         raise ValueError(
             f"shape must be a list of at most {MOST_DIMENSIONS} integers of at least 0"

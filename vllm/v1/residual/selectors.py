@@ -13,12 +13,13 @@ This module imports neither torch nor anything of capture or steering, because
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
 from vllm.v1.residual.bounds import listed, shown
+from vllm.v1.residual.numbers import Fail, is_integer
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """Token positions as `(first, stop)`, `stop` excluded, ascending and not adjacent.
@@ -39,9 +40,6 @@ MAX_POSITIONS = 1 << 16
 """Most positions of a list, and most ranges of one selector."""
 FARTHEST = 1 << 31
 """Largest distance of a position from the start or the end of the prompt."""
-
-Fail: TypeAlias = Callable[[str, str, Any], Exception]
-"""`fail(message, parameter, value)` creates the exception to raise."""
 
 _RANGE = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
 
@@ -142,8 +140,7 @@ def as_list(raw: Any) -> Any:
 
 def is_index(value: Any) -> bool:
     """Whether a value is an integer in the range of positions."""
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return is_integer and -FARTHEST <= value < FARTHEST
+    return is_integer(value, -FARTHEST, FARTHEST)
 
 
 def _position_ranges(raw: Mapping[Any, Any], at: str, fail: Fail) -> Spans:
@@ -192,8 +189,7 @@ def layer_index(value: Any) -> int | None:
     is_text = isinstance(value, str) and value.isascii() and len(value) < 10
     if is_text and value.isdigit():
         return int(value)
-    is_index = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return int(value) if is_index else None
+    return int(value) if is_integer(value) else None
 
 
 def parse_layers(
@@ -252,9 +248,9 @@ def _layer_spans(
     raw = as_list(raw)
     if isinstance(raw, (list, tuple)):
         return _listed(raw, having, at, fail)
-    if isinstance(raw, bool) or not isinstance(raw, int):
+    if not is_integer(raw):
         raise _no_layers(raw, at, fail)
-    return [(raw, raw)]
+    return [(int(raw), int(raw))]
 
 
 def _listed(
@@ -262,11 +258,9 @@ def _listed(
 ) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     for value in raw:
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer, str)):
+        if not isinstance(value, str) and not is_integer(value):
             raise fail(f"{at}: a layer must be an integer", at, value)
-        spans += _layer_spans(
-            value if isinstance(value, str) else int(value), having, at, fail
-        )
+        spans += _layer_spans(value, having, at, fail)
     return spans
 
 

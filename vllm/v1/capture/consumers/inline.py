@@ -14,6 +14,7 @@ from vllm.v1.capture.plan import OPEN_END, Ranges, Tap
 from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.selectors import parse_spec, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
+from vllm.v1.residual.numbers import is_integer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -152,7 +153,7 @@ def check_byte_limits(consumer: str, raw: dict[str, Any], known: Sequence[str]) 
         problem = None
         if name not in known:
             problem = f": unknown parameter; the parameters are {list(known)}"
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        elif not is_integer(value, 1):
             problem = f"={value!r}: it must be an integer number of bytes above 0"
         if problem is not None:
             raise CaptureValidationError(where + problem, parameter=where, value=value)

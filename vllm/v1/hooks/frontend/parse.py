@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.v1.hooks.errors import fail
 from vllm.v1.hooks.plan import GROUP, HookSpec
+from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.plain_data import parse_text
 
 MOST_HOOKS = 64
@@ -95,7 +96,7 @@ def _hook(raw: Any, allowed: Allowed, key: str, where: str, shared: bool) -> Hoo
 def _layers(raw: Any, point: str, allowed: Allowed, where: str) -> tuple[int, ...]:
     where = f"{where}.layer_indices"
     layers = list(raw) if isinstance(raw, (list, tuple, range)) else None
-    if not layers or any(type(one) is not int for one in layers):
+    if not layers or not all(map(is_integer, layers)):
         raise fail(f"{where} must be a list of layers, from 0", where, raw)
     for layer in layers:
         if point not in allowed.points.get(layer, ()):
@@ -105,7 +106,7 @@ def _layers(raw: Any, point: str, allowed: Allowed, where: str) -> tuple[int, ..
                 where,
                 layer,
             )
-    return tuple(sorted(set(layers)))
+    return tuple(sorted({int(layer) for layer in layers}))
 
 
 def _function(raw: Any, allowed: Allowed, where: str) -> tuple[str, str, bytes]:

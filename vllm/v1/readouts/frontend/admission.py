@@ -5,7 +5,6 @@ import re
 import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.errors import CaptureValidationError
@@ -17,6 +16,7 @@ from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functi
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.readouts.plan import Readout, ReadoutPlan, ReadoutReader, StopWhen, Tap
 from vllm.v1.residual.bounds import counted
+from vllm.v1.residual.numbers import finite_number, is_integer
 from vllm.v1.residual.plain_data import fault_of
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _stop(
             "stop_when: each entry must have above, below or both", "stop_when", raw
         )
     index = raw["index"] if "index" in raw else _only_index(readout)
-    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+    if not is_integer(index, 0):
         raise fail("stop_when.index must count from 0", "stop_when.index", index)
     _check_index(readout, index, modules)
     if all(stop <= ctx.num_prompt_tokens for _, stop in readout.ranges):
@@ -283,7 +283,7 @@ def _stop(
             "stop_when.readout",
             readout.name,
         )
-    return StopWhen(readout.name, bounds[0], bounds[1], index)
+    return StopWhen(readout.name, bounds[0], bounds[1], int(index))
 
 
 def _only_index(readout: Readout) -> int:
@@ -306,14 +306,7 @@ def _only_index(readout: Readout) -> int:
 
 def _bound(raw: Mapping[str, Any], key: str) -> float | None:
     value = raw.get(key)
-    if value is None:
-        return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not isfinite(value):
-        raise fail(
-            f"stop_when.{key} must be a finite number", f"stop_when.{key}", value
-        )
-    return float(value)
+    return None if value is None else finite_number(value, f"stop_when.{key}", fail)
 
 
 def _check_index(

@@ -19,6 +19,7 @@ from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
 from vllm.v1.readouts.plan import Kind, Probe, Readout, Reduce, Tap
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_float32, is_integer
 from vllm.v1.residual.selectors import parse_layers
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.arrays import as_array
@@ -27,7 +28,6 @@ KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 ENTRY_POINTS = "vllm.readouts"
 
-MOST = float(np.finfo(np.float32).max)
 """The largest number of a probe's bias and thresholds."""
 MAX_VECTORS = 4096
 """Directions of a probe given in the request."""
@@ -67,11 +67,11 @@ class Spec:
     def integer(self, key: str, default: int, least: int, most: int) -> int:
         """An integer within `[least, most]`."""
         value = self.raw.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_integer(value):
             raise self.fail(key, f"must be an integer, {least} to {most}")
         if not least <= value <= most:
             raise self.fail(key, f"must be {least} to {most}")
-        return value
+        return int(value)
 
     def integers(self, key: str, stop: int, what: str) -> tuple[int, ...]:
         """A list of integers within `[0, stop)`; empty if the key is absent."""
@@ -81,10 +81,9 @@ class Spec:
         if not isinstance(given, list) or not 0 < len(given) <= MAX_TOKENS:
             raise self.fail(key, f"must be a list of 1 to {MAX_TOKENS} {what}")
         for value in given:
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not 0 <= value < stop:
+            if not is_integer(value, 0, stop):
                 raise self.fail(key, f"{what} must be 0 to {stop - 1}, not {value!r}")
-        return tuple(given)
+        return tuple(map(int, given))
 
     def taps(self, layers: Any, hook: Any) -> tuple[Tap, ...]:
         """The taps of a layer selector at one hook point, or the tap of an address."""
@@ -300,13 +299,7 @@ def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
 
 def _numbers(spec: Spec, key: str, given: Any, count: int) -> tuple[float, ...]:
     listed = given if isinstance(given, list) else [given] * count
-    good = [
-        isinstance(one, int | float)
-        and not isinstance(one, bool)
-        and -MOST <= one <= MOST
-        for one in listed
-    ]
-    if len(listed) != count or not all(good):
+    if len(listed) != count or not all(map(is_float32, listed)):
         raise spec.fail(
             key, f"must be a finite number of float32, or a list of {count}"
         )

@@ -10,9 +10,8 @@ layers may repeat. They become entries whose operation is `clamp`.
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import as_list
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.packing import unpack_array
@@ -114,7 +113,7 @@ def _unpacked(packed: Mapping[str, Any], at: str) -> dict[Any, list[dict[str, An
                 f"{at}.bounds",
                 pair,
             )
-        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer, str)):
+        if not isinstance(layer, str) and not is_integer(layer):
             raise fail(f"{at}.layer_indices must be 0-based indices", at, layer)
         clamp = {"vector": row, "min": pair[0], "max": pair[1], "strength": strength}
         found.setdefault(str(layer), []).append({**clamp, "op": "clamp"})

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One steering entry: a vector and an operation with its parameters."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from vllm.v1.residual import selectors
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_float32
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import FeatureUse
@@ -59,7 +57,6 @@ ALL_GENERATED = "all_generated"
 """The selector of all generated tokens; its entries move to the decode tier."""
 
 
-MOST = float(np.finfo(np.float32).max)
 """The largest number."""
 
 
@@ -258,19 +255,9 @@ def finite(value: Any, at: str) -> float:
         SteeringValidationError: the value is not a number, or not finite.
 
     """
-    if not is_finite(value) or abs(float(value)) > MOST:
+    if not is_float32(value):
         raise fail(f"{at} must be a finite number, of float32", at, value)
     return float(value)
-
-
-def is_finite(value: Any) -> bool:
-    """Whether a value is a real number that is finite as a float."""
-    if not isinstance(value, (int, float, np.number)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except (OverflowError, TypeError):
-        return False
 
 
 def _check_bounds(

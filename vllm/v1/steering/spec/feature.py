@@ -4,9 +4,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_integer
 from vllm.v1.steering.conditions import is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MODES, FeatureUse
@@ -39,8 +38,7 @@ def parse_feature(
     sae = model.named.sae(name, f"{at}.sae")
     _check_place(name, sae, tap, model, at)
     feature = entry["feature"]
-    is_index = isinstance(feature, (int, np.integer)) and not isinstance(feature, bool)
-    if not is_index or not 0 <= feature < sae.size:
+    if not is_integer(feature, 0, sae.size):
         raise fail(
             f"{at}.feature: the SAE {shown(name)} has the features 0 to {sae.size - 1}",
             f"{at}.feature",

@@ -7,9 +7,9 @@ with `when` where a probe decides. A vector is `{"kind": "name", "name": n}` or
 """
 
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any, NamedTuple
 
+from vllm.v1.residual.numbers import finite_number
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.parse import unpacked
@@ -138,8 +138,8 @@ def _when(
     if kind != "probe":
         raise fail(f'{where}.kind must be "always" or "probe"', f"{where}.kind", kind)
     when = _object(raw, where, ("kind", "probe", "threshold"), ("sharpness",))
-    threshold = _number(when["threshold"], f"{where}.threshold")
-    sharpness = _number(when.get("sharpness", 1.0), f"{where}.sharpness")
+    threshold = finite_number(when["threshold"], f"{where}.threshold", fail)
+    sharpness = finite_number(when.get("sharpness", 1.0), f"{where}.sharpness", fail)
     if sharpness < 0:
         raise fail(
             f"{where}.sharpness must not be negative", f"{where}.sharpness", sharpness
@@ -179,7 +179,7 @@ def _apply(raw: Any, resolve: Resolve, where: str) -> tuple[float, Layers | None
     kind = raw.get("kind") if isinstance(raw, Mapping) else None
     if kind == "attenuate":
         apply = _object(raw, where, ("kind", "strength"), ())
-        return _number(apply["strength"], f"{where}.strength"), None
+        return finite_number(apply["strength"], f"{where}.strength", fail), None
     if kind != "add":
         raise fail(
             f'{where}.kind must be "add" or "attenuate"; clamps are entries of '
@@ -188,7 +188,7 @@ def _apply(raw: Any, resolve: Resolve, where: str) -> tuple[float, Layers | None
             kind,
         )
     apply = _object(raw, where, ("kind", "steer"), ("strength",))
-    strength = _number(apply.get("strength", 1.0), f"{where}.strength")
+    strength = finite_number(apply.get("strength", 1.0), f"{where}.strength", fail)
     return strength, _vectors(apply["steer"], "steer", resolve, f"{where}.steer")
 
 
@@ -238,10 +238,3 @@ def _object(
             raw if keys is None else sorted(map(str, keys)),
         )
     return dict(raw)
-
-
-def _number(raw: Any, where: str) -> float:
-    is_number = isinstance(raw, (int, float)) and not isinstance(raw, bool)
-    if not is_number or not isfinite(raw):
-        raise fail(f"{where} must be a finite number", where, raw)
-    return float(raw)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import as_list
 from vllm.v1.steering.errors import fail
 
@@ -83,10 +84,7 @@ def _size(dtype: str) -> int:
 def _is_shape(shape: Any, dimensions: tuple[int, ...]) -> bool:
     if not isinstance(shape, (list, tuple)) or len(shape) not in dimensions:
         return False
-    return all(
-        isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 31
-        for size in shape
-    )
+    return all(is_integer(size, 1, 1 << 31) for size in shape)
 
 
 def _decoded(data: Any, at: str) -> bytes:

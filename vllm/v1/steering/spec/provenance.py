@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_finite, is_integer
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import Tap, Vector
 from vllm.v1.steering.spec.model_identity import ModelIdentity
@@ -274,9 +275,9 @@ def _count(metadata: Mapping[str, Any], name: str, source: Source) -> int | None
     # Safetensors metadata hold text only.
     if isinstance(raw, str) and raw.isascii() and raw.isdigit():
         raw = int(raw)
-    if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:
+    if not is_integer(raw, 1):
         raise _unfit(source, name, "a count", raw)
-    return raw
+    return int(raw)
 
 
 def _norms(raw: Any, source: Source) -> dict[str, float]:
@@ -287,10 +288,7 @@ def _norms(raw: Any, source: Source) -> dict[str, float]:
     except ValueError:
         norms = None
     if not isinstance(norms, Mapping) or not all(
-        isinstance(norm, (int, float))
-        and math.isfinite(norm)
-        and _is_unicode(str(name))
-        for name, norm in norms.items()
+        is_finite(norm) and _is_unicode(str(name)) for name, norm in norms.items()
     ):
         raise _unfit(source, "norms", "an object of numbers", raw)
     return {str(name): float(norm) for name, norm in norms.items()}

@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
@@ -134,8 +135,7 @@ def _named(name: str, raw: Mapping[str, Any], model: "SteeredModel", at: str) ->
     found = model.named.probe(name, f"{at}.probe")
     rows = len(found.bias)
     index = raw.get("index", 0 if rows == 1 else None)
-    is_row = isinstance(index, int) and not isinstance(index, bool)
-    if not is_row or not 0 <= index < rows:
+    if not is_integer(index, 0, rows):
         raise fail(
             f"{at}.index: the probe {shown(name)} has {rows} rows; give the one that "
             "decides, from 0",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation of the parameters of storage consumers."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.residual.numbers import is_finite, is_integer
 
 
 class Options:
@@ -69,7 +69,7 @@ class Options:
         value = self.values.get(name, None if optional else 1)
         if optional and value is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_integer(value, 1):
             raise self.wrong(name, value, "it must be an integer above 0")
         if value > most:
             raise self.wrong(name, value, f"it must be at most {most}")
@@ -77,6 +77,5 @@ class Options:
     def seconds(self, name: str) -> None:
         """Check that a value is a positive, finite number."""
         value = self.values.get(name, 1.0)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0:
+        if not is_finite(value) or value <= 0:
             raise self.wrong(name, value, "it must be a number of seconds above 0")
