@@ -6,9 +6,10 @@
 Two processes with an engine each, one of them with steering, take turns at single
 decode steps of the same batch. A turn is so short that both are equally affected by
 other programs. The figure of a round is the ratio of the median CPU times per step.
-Model, modes and the two starts in either order are those of `steering_cost.py`. Further
-modes use other operations: those such as "one clamps at all layers" show what
-one request costs the others. HTTP and other processes of a server are not included.
+Of 16 requests nobody is steered, or each at one layer, or each at all layers and hook
+points with its own configuration. Further modes use other operations: those such as
+"one clamps at all layers" show what one request costs the others. HTTP and other
+processes of a server are not included.
 
 Two processes with the same work differ by some percent, which the two starts reveal
 but do not remove. `--within` measures one engine with steering instead: a batch of each
@@ -26,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for `benchmarks`
 
@@ -34,16 +37,34 @@ from benchmarks.harness.child import Child, answers, requests  # noqa: E402
 from benchmarks.harness.goals import STEERING_STEPS as TARGETS  # noqa: E402
 from benchmarks.harness.models import random_llama, random_prompts  # noqa: E402
 from benchmarks.harness.served import ENVIRONMENT  # noqa: E402
-from benchmarks.steering_cost import (  # noqa: E402
-    CONFIGS,
-    LAYERS,
-    WIDTH,
-    WORK,
-    write_modules,
-)
 
+WORK = ROOT / "build" / "benchmarks"
+LAYERS, WIDTH, CONFIGS = 12, 768, 16
 STEPS = 100
 HOOKS = ("pre_attn", "post_attn", "post_block")
+
+
+def write_modules(folder: Path) -> dict[str, Path]:
+    """Named vectors: one layer, and 16 times all layers at all hook points."""
+    from vllm.v1.steering.spec.files import save_module
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = torch.Generator().manual_seed(0)
+
+    def vectors(layers: list[int], hooks: tuple[str, ...]) -> Any:
+        return {
+            hook: {i: torch.randn(WIDTH, generator=draw) * 0.01 for i in layers}
+            for hook in hooks
+        }
+
+    modules = {"one": vectors([LAYERS // 2], ("post_block",))}
+    every = list(range(LAYERS))
+    modules |= {f"all{i}": vectors(every, HOOKS) for i in range(CONFIGS)}
+    paths = {}
+    for name, made in modules.items():
+        paths[name] = folder / f"{name}.safetensors"
+        save_module(paths[name], made)
+    return paths
 
 
 def operations(mode: str, number: int) -> Any:

@@ -179,20 +179,6 @@ def _start(report: Report) -> Panel:
     return Panel("start and memory / upstream", tuple(rows))
 
 
-def _bandwidth(report: Report) -> list[Panel]:
-    stages = [Row(name, (mark(one, 1e-9),)) for name, one in report["stages"].items()]
-    stages.append(Row("an engine's prompts", (mark(report["bytes_per_second"], 1e-9),)))
-    aims = {"captured / upstream": goals.PREFILL}
-    ratios = [
-        Row(name, (mark(one),), aims.get(name)) for name, one in report["ratio"].items()
-    ]
-    return [
-        Panel("throughput of prompts", tuple(ratios)),
-        Panel("GB/s", tuple(stages), is_ratio=False),
-        _start(report),
-    ]
-
-
 def _storage(report: Report) -> list[Panel]:
     rows = [
         Row(
@@ -203,27 +189,6 @@ def _storage(report: Report) -> list[Panel]:
         for name, rounds in report["ways"].items()
     ]
     return [Panel("throughput / plain sequential writer", tuple(rows))]
-
-
-def _native(report: Report) -> list[Panel]:
-    rows = [
-        Row(name, (spread([case["gain"]]),), goals.NATIVE)
-        for name, case in report["cases"].items()
-    ]
-    return [Panel("throughput / the best of Python, numpy and torch", tuple(rows))]
-
-
-def _adapters(report: Report) -> list[Panel]:
-    rows = [
-        Row(name, (mark(case["cpu"]),), goals.ADAPTERS)
-        for name, case in report["cases"].items()
-    ]
-    return [Panel("CPU time / that of our own call", tuple(rows))]
-
-
-def _prefix_hits(report: Report) -> list[Panel]:
-    rows = [Row(kind, (spread([rate]),)) for kind, rate in report["rates"].items()]
-    return [Panel("share of prompt tokens found in the prefix cache", tuple(rows))]
 
 
 def _readouts(report: Report) -> list[Panel]:
@@ -259,17 +224,6 @@ def _steered_prompts(report: Report) -> list[Panel]:
     return [Panel(f"throughput of prompts / {base}", tuple(rows))]
 
 
-def _readouts_client(report: Report) -> list[Panel]:
-    panels = []
-    for clock, unit in (("wall", "time"), ("cpu", "CPU time of client and server")):
-        rows = [
-            Row(label, (mark(found[clock]),), goals.CLIENT_LENS)
-            for label, found in report["cases"].items()
-        ]
-        panels.append(Panel(f"{unit} of the client's lens / the readout", tuple(rows)))
-    return panels
-
-
 def _dataset(report: Report) -> list[Panel]:
     sides = {
         "generate": "plain generation",
@@ -288,20 +242,6 @@ def _dataset(report: Report) -> list[Panel]:
             rows.append(Row(name, (spread(ratios),), goals.DATASET))
         panels.append(Panel(f"throughput of vllm capture / {label}", tuple(rows)))
     return panels
-
-
-def _cost(labels: Mapping[str, str], aims: Mapping[str, float]) -> Any:
-    def make(report: Report) -> list[Panel]:
-        panels = []
-        for clock, unit in (("wall", "time"), ("cpu", "CPU time")):
-            rows = [
-                Row(label, (mark(report[clock][mode]),), _aim(aims, mode))
-                for mode, label in labels.items()
-            ]
-            panels.append(Panel(f"{unit} / without the feature", tuple(rows)))
-        return panels
-
-    return make
 
 
 def _steering_steps(report: Report) -> list[Panel]:
@@ -353,38 +293,14 @@ def _host_cost(report: Report) -> list[Panel]:
     ]
 
 
-def _readout_steps(report: Report) -> list[Panel]:
-    return [
-        Panel(
-            f"CPU time in µs a step, {part}",
-            tuple(Row(n, (mark(c[part]),)) for n, c in report["cases"].items()),
-            is_ratio=False,
-        )
-        for part in ("collect", "scheduler")
-    ]
-
-
-def _request_ends(report: Report) -> list[Panel]:
-    cases = report["cases"].items()
-    rows = tuple(Row(name, (mark(one["us_per_key"]),)) for name, one in cases)
-    return [Panel("CPU time in µs per key", rows, is_ratio=False)]
-
-
 def _aim(aims: Mapping[str, float], mode: str) -> Goal | None:
     return Goal(aims[mode]) if mode in aims else None
 
 
-_CAPTURED = {
-    "idle": "nobody captures",
-    "last": "last prompt token, all layers",
-    "four": "everything at four layers",
-    "control": "the same server twice (noise)",
-}
 _STEERED = {
     "idle": "nobody is steered",
     "one": "one layer",
     "all": "all layers and hook points",
-    "control": "the same server twice (noise)",
 }
 _LOADS = {
     "large": "1,024-token prompts",
@@ -442,35 +358,17 @@ def _delivery(report: Report) -> list[Panel]:
 
 
 _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
-    "adapters": ("Adapters beside our own call", _adapters),
     "overhead": ("Throughput with both features off", _overhead),
     "decode_step": ("Decode step, by graph replay", _decode_step),
     "serving": ("Serving", _serving),
-    "bandwidth": ("Prompts captured whole to host memory", _bandwidth),
     "storage": ("Consumers that write files", _storage),
     "delivery": ("Rows to the caller, to files and over HTTP", _delivery),
-    "native": ("Native code on one thread", _native),
     "readouts": ("Readouts of an engine", _readouts),
     "steered_prompts": (
         "Prompts of 4,096 tokens with an operation at every layer",
         _steered_prompts,
     ),
-    "readouts_client": (
-        "A lens of all layers, against a client's own",
-        _readouts_client,
-    ),
-    "prefix_hits": ("Prefix cache under four kinds of steering", _prefix_hits),
     "dataset": ("Prompts of 64 tokens to a data set of two layers", _dataset),
-    "capture_cost": (
-        "Capture on a CPU server",
-        _cost(_CAPTURED, goals.CAPTURE_COST),
-    ),
-    "steering_cost": (
-        "Steering on a CPU server",
-        _cost(_STEERED, goals.STEERING_COST),
-    ),
     "steering_steps": ("Steering, per decode step on a CPU", _steering_steps),
-    "readout_steps": ("Readouts on the engine's thread", _readout_steps),
-    "request_ends": ("Captured requests that end together", _request_ends),
     "host_cost": ("Capture on the host, without a model", _host_cost),
 }

@@ -74,9 +74,6 @@ SERVING = {
 }
 """Ratio to upstream's, by `vllm bench`'s name of the figure."""
 
-PREFILL = Goal(0.90, at_most=False)
-"""Throughput of prompts that are captured whole, over upstream's."""
-
 STORAGE = {
     "per_file": Goal(0.40, at_most=False),
     "packed": Goal(0.90, at_most=False),
@@ -114,9 +111,6 @@ DELIVERY = {
 }
 """Throughput over that of another way, by the other one, and milliseconds."""
 
-NATIVE = Goal(1.3, at_most=False)
-"""Throughput of native code in `csrc/` over that of the best Python code."""
-
 READOUTS = {
     **_at_most(
         {
@@ -131,26 +125,16 @@ READOUTS = {
 }
 """Time per token over upstream's; of the mean row the throughput of prompts."""
 
-CLIENT_LENS = Goal(5.0, at_most=False)
-"""Time of a client that computes a lens from rows, over that of the readout."""
-
 STEERED_PROMPTS = Goal(0.95, at_most=False)
 """Throughput of prompts with an operation at every layer, over upstream's."""
 
 DATASET = Goal(0.95, at_most=False)
 """Throughput of `vllm capture` over that of plain generation of the same prompts."""
 
-ADAPTERS = Goal(1.05)
-"""CPU time of an adapter's call over that of our own call for the same rows."""
-
-CAPTURE_COST = {"idle": 1.01, "last": 1.02, "four": 1.05}
-"""Time over that of a server without capture, at most."""
-
-STEERING_COST = {"idle": 1.01, "one": 1.015, "all": 1.06}
-"""Time over that of a server without steering, at most."""
-
 STEERING_STEPS = {
-    **STEERING_COST,
+    "idle": 1.01,
+    "one": 1.015,
+    "all": 1.06,
     "one clamps at all layers": 1.02,
     "one projects at all layers": 1.02,
     "one norm-matches at all layers": 1.02,

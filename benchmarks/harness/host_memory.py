@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer that only holds rows, to measure capture without a sink's work.
 
-It keeps each request's rows in the worker's memory until the request ends; with
-`keep=false` it drops them immediately. The result of a key is its number of rows.
+It keeps each request's rows in the worker's memory until the request ends. The
+result of a key is its number of rows.
 `plug_in` makes the consumer available to engines without installing anything.
 """
 
@@ -35,7 +35,6 @@ class HostMemory:
     remembers_specs: ClassVar[bool] = False
 
     def __init__(self, vllm_config: Any, params: dict[str, Any]) -> None:
-        self._keeps = bool(params.get("keep", True))
         self._rows: defaultdict[CaptureKey, list[torch.Tensor]] = defaultdict(list)
         self._counts: defaultdict[CaptureKey, int] = defaultdict(int)
         self._results: dict[CaptureKey, CaptureResult] = {}
@@ -47,10 +46,9 @@ class HostMemory:
         return parse_spec(raw, ctx, f"capture.{NAME}")
 
     def submit_chunk(self, chunk: "CaptureChunk") -> None:
-        """Keep the rows, or only count them."""
+        """Keep the rows."""
         self._counts[chunk.key] += len(chunk.tensor)
-        if self._keeps:
-            self._rows[chunk.key].append(chunk.tensor)
+        self._rows[chunk.key].append(chunk.tensor)
 
     def submit_chunk_batch(self, chunks: "Sequence[CaptureChunk]") -> None:
         """As `submit_chunk`, for all chunks of a step."""

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that take turns at the same load, and the cost of a turn.
-
-A turn is one batch of concurrent completions over HTTP. Its cost is the wall time and
-the CPU time of the server's processes, which is less affected by other programs.
-"""
+"""Servers that are measured over HTTP."""
 
 import asyncio
 import os
@@ -14,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -30,15 +25,6 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 START_SECONDS = 400.0
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Seconds of one turn."""
-
-    wall: float
-    cpu: float
 
 
 class Server:
@@ -99,30 +85,6 @@ class Server:
         answer = await self._client.get(path)
         answer.raise_for_status()
         return answer.json()
-
-    async def turn(self, bodies: list[dict[str, Any]]) -> Cost:
-        """Post all completions concurrently and wait for all responses."""
-        wall, cpu = time.perf_counter(), self._cpu_seconds()
-        answers = await asyncio.gather(
-            *(self._client.post("/v1/completions", json=body) for body in bodies)
-        )
-        cost = Cost(time.perf_counter() - wall, self._cpu_seconds() - cpu)
-        for answer in answers:
-            if answer.status_code != 200:
-                raise RuntimeError(f"{self.log.name}: {answer.text[:500]}")
-        return cost
-
-    def _cpu_seconds(self) -> float:
-        """CPU seconds of all running processes in the server's group."""
-        ticks = 0
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has just ended
-            if int(fields[2]) == self._process.pid:
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / TICKS
 
     async def __aenter__(self) -> "Server":
         return self

@@ -14,14 +14,12 @@ import torch
 
 from vllm.config.capture import CaptureConfig, parse_consumer
 from vllm.v1.capture.plan import (
-    LIVE,
     CaptureEnd,
     CapturePlan,
     Reader,
     Tap,
     TapGroup,
 )
-from vllm.v1.capture.transport.same_process import stop_receiving
 from vllm.v1.capture.transport.zmq_channel import Inbox, ResultMessage
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.residual.step_view import StepView
@@ -39,12 +37,8 @@ class WorkerAlone:
         layers: int,
         width: int,
         device: torch.device,
-        by_socket: bool = False,
     ) -> None:
-        """Start a worker whose rows `[width]` in bfloat16 go to `consumer`.
-
-        With `by_socket`, results pass a socket as between processes.
-        """
+        """Start a worker whose rows `[width]` in bfloat16 go to `consumer`."""
         parsed = parse_consumer(consumer)
         self._instance = parsed.instance_name
         capture = CaptureConfig(consumers=[parsed])
@@ -69,8 +63,6 @@ class WorkerAlone:
         )
         self._answers: list[ResultMessage] = []
         self._inbox = Inbox(self._hear)
-        if by_socket:
-            stop_receiving(self._inbox.address)
         taps = [(layer, hook) for layer in range(layers) for hook in HOOKS]
         stage = Stage(0, 0, 1)
         self._worker = WorkerCapture(config, stage, taps, width, torch.bfloat16, device)
@@ -79,30 +71,16 @@ class WorkerAlone:
         if isinstance(message, ResultMessage):
             self._answers.append(message)
 
-    def leave_out_the_copy(self, left_out: bool) -> None:
-        """Whether to skip the copy to the host from now on."""
-        staging: Any = self._worker._staging
-        if left_out:
-            staging._copy = lambda *_: None
-        else:
-            vars(staging).pop("_copy", None)
-
     def open(
         self,
         ids: Sequence[str],
         prompt: int,
         taps: Sequence[Tap],
         positions: tuple[int, int],
-        streamed: bool = False,
     ) -> None:
-        """Start requests that capture the positions `[first, last)`.
-
-        With `streamed`, the front end gets the rows of each step as well.
-        """
+        """Start requests that capture the positions `[first, last)`."""
         ranges = (positions,)
-        names = (self._instance, LIVE) if streamed else (self._instance,)
-        readers = tuple(Reader(name, ranges) for name in names)
-        group = TapGroup(tuple(taps), ranges, readers)
+        group = TapGroup(tuple(taps), ranges, (Reader(self._instance, ranges),))
         for req_id in ids:
             plan = CapturePlan(req_id, prompt, (group,), self._inbox.address)
             self._worker.add_request(req_id, plan, list(range(prompt)), {})
@@ -132,25 +110,10 @@ class WorkerAlone:
     @property
     def consumer_thread(self) -> int:
         """The native id of the consumer's thread."""
-        return self._lane_thread(self._instance)
-
-    @property
-    def streaming_thread(self) -> int:
-        """The native id of the thread that sends the rows of each step."""
-        return self._lane_thread(LIVE)
-
-    def _lane_thread(self, name: str) -> int:
-        lane = self._worker._lanes[name]
+        lane = self._worker._lanes[self._instance]
         lane.start()
         number = lane._thread.ident
         assert number is not None, "it was started"
-        return number
-
-    @property
-    def inbox_thread(self) -> int:
-        """The native id of the front end's thread that receives results."""
-        number = self._inbox._thread.ident
-        assert number is not None, "the inbox listens from its beginning"
         return number
 
     def end(self, ids: Sequence[str], generated: int) -> None:

@@ -40,3 +40,18 @@ def test_a_machine_without_a_gpu_has_no_memory_to_report(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     assert reports.gpu_memory_gib() is None
+
+
+def test_an_engines_log_says_what_its_start_took() -> None:
+    log = """
+    Model loading took 2.3 GiB memory and 1.5 seconds
+    Graph capturing finished in 3 secs, took 0.20 GiB
+    Graph capturing finished in 7 secs, took 0.31 GiB
+    GPU KV cache size: 1,234,567 tokens, 1 group
+    """
+    assert reports.engine_facts(log) == {
+        "graph_seconds": 7,
+        "graph_gib": 0.31,
+        "weights_gib": 2.3,
+        "kv_cache_tokens": 1234567,
+    }

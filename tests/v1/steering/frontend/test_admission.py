@@ -30,7 +30,8 @@ BASE, PREFILL, DECODE = (
 def admission(**modules: Any) -> SteeringAdmission:
     made = SteeringAdmission(MODEL, SteeringModules())
     for name, vectors in modules.items():
-        made.modules.register(name, made.named_tiers({"vectors": vectors}))
+        parsed = made.parse_named({"vectors": vectors})
+        made.modules.register(name, made.checked(parsed))
     return made
 
 

@@ -244,10 +244,6 @@ class SteeringAdmission:
             check_work(one, name, self.model)
         return parsed
 
-    def named_tiers(self, raw: Any) -> SteeringTiers:
-        """Resolve `{"vectors", "prefill_vectors", "decode_vectors"}` to vectors."""
-        return self.checked(self.parse_named(raw))
-
     def checked(
         self, parsed: Mapping[str, Parsed], keep_zeros: bool = False
     ) -> SteeringTiers:
