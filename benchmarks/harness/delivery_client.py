@@ -138,15 +138,6 @@ def from_shared_memory(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
     return [one.stored for one in rows.values()]
 
 
-def from_arrow(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
-    """The rows of a table, by record batch."""
-    batches = ways.client.table(prompt, **fields("http")).to_batches()
-    return [
-        batch["values"].flatten().to_numpy().reshape(batch.num_rows, -1)
-        for batch in batches
-    ]
-
-
 def from_json(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
     """The rows of a JSON response, with fast decoders."""
     payload = msgspec.json.decode(_json(ways, prompt))
@@ -184,7 +175,6 @@ class Form(NamedTuple):
 FORMS = (
     Form("safetensors", from_safetensors),
     Form("safetensors, as float32", as_float32),
-    Form("arrow", from_arrow),
     Form("shared memory", from_shared_memory),
 )
 JSON_FORMS = (

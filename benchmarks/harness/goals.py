@@ -100,11 +100,9 @@ DELIVERY = {
         {
             "one caller": 30,
             "one, safetensors": 80,
-            "one, arrow": 80,
             "one, shared memory": 80,
             "one, JSON": 900,
             "32 at once, safetensors": 1500,
-            "32 at once, arrow": 1500,
             "32 at once, shared memory": 1500,
         }
     ),

@@ -4,7 +4,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 from clearbox_client.bulk import Content, accept_of, document_in, kind_of, read_async
@@ -23,10 +23,6 @@ from clearbox_client.requests import (
     plain,
 )
 from clearbox_client.shared import Mapped
-from clearbox_client.tables import ARROW_ONLY, check_captures, table_in
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 class AsyncClient:
@@ -83,13 +79,6 @@ class AsyncClient:
     ) -> Reply:
         """Generate a chat's next message; arguments are those of `complete`."""
         return await self._reply(messages, tokens, fields)
-
-    async def table(self, prompt: Prompt | Messages, **fields: Any) -> "pa.Table":
-        """The rows of a completion or chat as an Arrow table; see `Client.table`."""
-        check_captures(fields)
-        path, body = body_of(await self.model(), prompt, fields)
-        content = await self._content("POST", path, json=body, headers=ARROW_ONLY)
-        return table_in(*content)
 
     async def stream(
         self, prompt: Prompt | Messages, **fields: Any

@@ -13,8 +13,6 @@ from clearbox_client.direct import WHOLE
 from clearbox_client.memory import MEMORY
 
 SAFETENSORS = "application/safetensors"
-ARROW = "application/vnd.apache.arrow.stream"
-BINARY = (SAFETENSORS, ARROW)
 
 Content = bytes | memoryview
 
@@ -75,7 +73,7 @@ def _array_for(response: httpx.Response) -> memoryview | None:
     size = headers.get("content-length")
     if size is None or "content-encoding" in headers or response.is_stream_consumed:
         return None
-    if kind_of(response) not in BINARY:
+    if kind_of(response) != SAFETENSORS:
         return None
     return MEMORY.take(int(size))
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 from clearbox_client.bulk import Content, accept_of, document_in, kind_of, read
@@ -20,10 +20,6 @@ from clearbox_client.requests import (
     plain,
 )
 from clearbox_client.shared import Mapped
-from clearbox_client.tables import ARROW_ONLY, check_captures, table_in
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 class Client:
@@ -100,28 +96,6 @@ class Client:
     def chat(self, messages: Messages, *, tokens: bool = False, **fields: Any) -> Reply:
         """Generate a chat's next message; arguments are those of `complete`."""
         return self._reply(messages, tokens, fields)
-
-    def table(self, prompt: Prompt | Messages, **fields: Any) -> "pa.Table":
-        """The rows of a completion, or of a chat, as an Arrow table.
-
-        It has a record batch per layer and hook point, with the columns `part`,
-        `layer`, `hook`, `position`, `token_id` and `values`; bfloat16 values are
-        `uint16` with their bits. The schema's metadata `response` is the response's
-        JSON. The table is a view of what was received. Needs pyarrow.
-
-        Args:
-            prompt: a text, token ids or messages.
-            fields: as for `complete`.
-
-        Raises:
-            ClearboxError: the server has refused the request, or its rows do not fit
-                one table.
-            InputError: nothing is captured, or not in the response.
-
-        """
-        check_captures(fields)
-        path, body = body_of(self.model, prompt, fields)
-        return table_in(*self._content("POST", path, json=body, headers=ARROW_ONLY))
 
     def stream(self, prompt: Prompt | Messages, **fields: Any) -> Iterator[Chunk]:
         """Yield the chunks of a completion, or of a chat if `prompt` lists messages.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in binary form, in shared memory and as tables, without a copy."""
+"""Rows in binary form, in shared memory, without a copy."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from clearbox_client import AsyncClient, ClearboxError, Client, InputError, shared
+from clearbox_client import AsyncClient, ClearboxError, Client, shared
 from clearbox_client.payloads import decode
 
 from vllm.v1.capture.results import RowsByTap
@@ -58,7 +58,7 @@ class Answers:
         asked = json.loads(request.content)
         if asked["capture"]["inline"].get("transport") == "shm":
             return self._shared(asked)
-        form = form_for(request.headers["accept"], self.parts)
+        form = form_for(request.headers["accept"])
         body = FORMS[form](self.tell, self.parts)
         return response_of(body)
 
@@ -137,16 +137,11 @@ def test_the_asynchronous_client_gets_the_same() -> None:
             whole = await client.complete("x", capture=CAPTURE)
             mapped = await client.complete("x", capture=SHM)
             chunks = [chunk async for chunk in client.stream("x", capture=SHM)]
-            table = await client.table("x", capture=CAPTURE)
-            with pytest.raises(InputError):
-                await client.table("x")
-            return [whole.rows, mapped.rows, chunks[-1].rows, table]
+            return [whole.rows, mapped.rows, chunks[-1].rows]
 
-    *found, table = asyncio.run(run())
-    for rows in found:
+    for rows in asyncio.run(run()):
         for tap in TAPS:
             assert rows[tap].stored.tobytes() == bits(server.payload[tap])
-    assert table.num_rows == 6
     assert server.freed == [True, True] and not server.handouts.held_bytes
 
 
@@ -204,47 +199,3 @@ def test_the_name_of_the_memory_is_the_servers() -> None:
     assert handed is not None
     path = f"/proc/self/fd/{handed.files[0].number}"
     assert os.readlink(path).startswith(shared.NAME)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_table_is_a_view_of_the_response(dtype: torch.dtype) -> None:
-    server = Answers(payload_of(dtype))
-    with client_of(server) as client:
-        table = client.table("x", capture=CAPTURE)
-    names = ["part", "layer", "hook", "position", "token_id", "values"]
-    assert table.column_names == names
-    assert table["position"].to_pylist() == [0, 1, 2] * 2
-    assert table["token_id"].to_pylist() == [7, None, 9] * 2
-    assert table["layer"].to_pylist() == [1] * 3 + [2] * 3
-    document = json.loads(table.schema.metadata[b"response"])
-    assert document["choices"] == [{"text": "é"}]
-    for batch, tap in zip(table.to_batches(), TAPS, strict=True):
-        values = batch["values"].flatten().to_numpy()  # Fails if it has to copy.
-        assert values.tobytes() == bits(server.payload[tap])
-
-
-@pytest.mark.parametrize(
-    "fields, parameter",
-    [
-        ({}, "capture"),
-        ({"capture": SHM}, "capture.inline.transport"),
-        ({"capture": CAPTURE, "stream": True}, "stream"),
-    ],
-)
-def test_what_makes_no_table_is_refused_before_it_is_sent(
-    fields: Any, parameter: str
-) -> None:
-    def fail(request: httpx.Request) -> httpx.Response:
-        raise AssertionError("a request was sent")
-
-    client = Client("http://x", model="m", transport=httpx.MockTransport(fail))
-    with pytest.raises(InputError) as caught:
-        client.table("x", **fields)
-    assert caught.value.parameter == parameter and caught.value.remedy
-
-
-def test_rows_of_several_widths_make_no_table() -> None:
-    server = Answers(payload_of(torch.float32, (8, 4)))
-    with client_of(server) as client, pytest.raises(ClearboxError) as caught:
-        client.table("x", capture=CAPTURE)
-    assert "width" in caught.value.message and caught.value.remedy

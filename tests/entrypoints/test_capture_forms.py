@@ -2,18 +2,16 @@
 """Rows over HTTP in each form of response."""
 
 import base64
-import email.policy
 import json
 import mmap
 import socket
+import urllib.error
 import urllib.request
-from email.parser import BytesParser
 from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
@@ -77,87 +75,21 @@ def test_safetensors(server: Server, rows: dict[int, torch.Tensor]) -> None:
         assert torch.equal(found[f"inline/{layer}_post_block"], wanted)
 
 
-def streamed(server: Server, accept: str, **more: Any) -> tuple[str, bytes]:
-    asked = body(**more) | {
-        "stream": True,
-        "max_tokens": 4,
-        "capture_stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps(asked).encode(),
-        {"Content-Type": "application/json", "Accept": accept},
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        return reply.headers["Content-Type"], reply.read()
-
-
-@pytest.mark.parametrize("encoding", [None, "zstd"])
-def test_a_stream_in_parts_has_what_its_events_have(
-    server: Server, encoding: str | None
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_form_that_is_not_sent_is_refused_before_anything_runs(
+    server: Server, streams: bool
 ) -> None:
-    more = {"positions": "all"} | ({} if encoding is None else {"encoding": encoding})
-    kind, data = streamed(server, "text/event-stream", **more)
-    assert kind.startswith("text/event-stream")
-    events = [line[6:] for line in data.split(b"\n\n") if line != b"data: [DONE]"]
-    wanted = [json.loads(event) for event in events if event]
-    kind, data = streamed(server, "multipart/mixed", **more)
-    head = f"Content-Type: {kind}\r\n\r\n".encode()
-    message = BytesParser(policy=email.policy.HTTP).parsebytes(head + data)
-    assert not message.defects
-    parts = list(message.iter_parts())
-    found: list[Any] = []
-    for part in parts:
-        if part.get_content_type() == "application/json":
-            found.append(json.loads(part.get_payload(decode=True)))
-            continue
-        payload = found[-1]["capture_results"]["inline"]["payload"]
-        name = part["Content-ID"].strip("<>")
-        (told,) = [one for one in payload if one.get("part") == name]
-        del told["part"]
-        told["data"] = base64.b64encode(part.get_payload(decode=True)).decode()
-    for reply in (*found, *wanted):
-        for name in ("id", "created"):
-            reply.pop(name)
-        for result in (reply.get("capture_results") or {}).values():
-            result.pop("key")
-    rows = [one for one in found if one.get("capture_results")]
-    assert len(rows) > 1 and len(found) > len(rows)
-    assert _rows_of(found) == _rows_of(wanted)
-    assert found[-1] == wanted[-1] and "usage" in found[-1]
-
-
-def _rows_of(replies: list[Any]) -> dict[Any, str]:
-    """What the last event with results says of each tensor."""
-    last = [one for one in replies if one.get("capture_results")][-1]
-    payload = last["capture_results"]["inline"]["payload"]
-    return {(told["layer"], told["hook"]): told for told in payload}
-
-
-def test_multipart(server: Server, rows: dict[int, torch.Tensor]) -> None:
-    kind, data = fetch(server, "multipart/mixed")
-    head = f"Content-Type: {kind}\r\n\r\n".encode()
-    message = BytesParser(policy=email.policy.HTTP).parsebytes(head + data)
-    document, *binary = message.iter_parts()
-    reply = json.loads(document.get_payload(decode=True))
-    assert reply["choices"] and reply["capture_results"]["inline"]["status"] == "ok"
-    assert len(binary) == len(rows)
-    for told, part in zip(reply["capture_results"]["inline"]["payload"], binary):
-        found = tensor(part.get_payload(decode=True))
-        assert torch.equal(found, rows[told["layer"]])
-
-
-def test_arrow(server: Server, rows: dict[int, torch.Tensor]) -> None:
-    kind, data = fetch(server, "application/vnd.apache.arrow.stream")
-    assert kind == "application/vnd.apache.arrow.stream"
-    with pa.ipc.open_stream(data) as stream:
-        assert json.loads(stream.schema.metadata[b"response"])["choices"]
-        for batch in stream:
-            (layer,) = set(batch["layer"].to_pylist())
-            found = tensor(batch["values"].flatten().to_numpy().tobytes())
-            assert torch.equal(found, rows[layer])
-            assert batch["token_id"].to_pylist() == PROMPT
+    asked = json.dumps({**body(), "stream": streams}).encode()
+    for accept in ("multipart/mixed", "application/vnd.apache.arrow.stream"):
+        headers = {"Content-Type": "application/json", "Accept": accept}
+        url = f"{server.url}/v1/completions"
+        request = urllib.request.Request(url, asked, headers)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=120)
+        error = json.loads(caught.value.read())["error"]
+        assert caught.value.code == 400 and error["param"] == "Accept"
+        assert accept in error["message"]
+        assert "use application/safetensors" in error["message"]
 
 
 def test_shared_memory(server: Server, rows: dict[int, torch.Tensor]) -> None:
@@ -227,7 +159,7 @@ def test_a_client_that_disconnects_affects_no_other(server: Server) -> None:
         with socket.create_connection((where.hostname, where.port)) as client:
             client.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-                b"Content-Type: application/json\r\nAccept: multipart/mixed\r\n"
+                b"Content-Type: application/json\r\nAccept: application/safetensors\r\n"
                 b"Content-Length: %d\r\n\r\n" % len(text) + text
             )
             client.recv(100)

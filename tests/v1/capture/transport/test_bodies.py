@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import base64
-import email.policy
 import json
 from collections.abc import Mapping
-from email.parser import BytesParser
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -16,15 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.transport import bodies
 from vllm.v1.capture.transport.bodies import (
     FORMS,
     PIECE_BYTES,
     SMALL,
     Body,
-    as_arrow,
     as_json,
-    as_multipart,
     as_safetensors,
     coalesced,
     form_for,
@@ -101,37 +98,6 @@ def test_small_pieces_are_joined(sizes: list[int]) -> None:
         assert max(len(one), len(other)) >= 4
 
 
-@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"application/json"}))
-def test_binary_forms_hold_large_rows_without_a_copy(form: str) -> None:
-    parts = [part(number, 3, width=SMALL) for number in range(2)]
-    body = FORMS[form](tell(parts), parts)
-    assert body.is_ready and body.size is not None
-    pieces = list(body.pieces)
-    assert sum(map(len, pieces)) == body.size and len(pieces) <= 5
-    places = {np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces}
-    assert {one.rows.data_ptr() for one in parts} <= places
-
-
-@pytest.mark.parametrize("encoding", [None, "zstd"])
-def test_multipart_is_a_document_and_then_each_tensor(encoding: str | None) -> None:
-    parts = [part(0, 3, encoding), part(4, 2, encoding, dtype=torch.bfloat16)]
-    body = as_multipart(tell(parts), parts)
-    head = f"Content-Type: {body.media_type}\r\n\r\n".encode()
-    message = BytesParser(policy=email.policy.HTTP).parsebytes(head + sent(body))
-    document, *binary = message.iter_parts()
-    told = json.loads(document.get_payload(decode=True))["capture_results"]["inline"]
-    assert len(binary) == len(told) == 2
-    for one, found, entry in zip(parts, binary, told, strict=True):
-        assert found["Content-ID"] == f"<{entry['part']}>"
-        assert found["X-Dtype"] == one.dtype
-        data = found.get_payload(decode=True)
-        assert len(data) == int(found["Content-Length"])
-        if encoding is not None:
-            assert entry["encoding"] == encoding
-            data = pa.decompress(data, one.rows.nbytes, encoding, asbytes=True)
-        assert data == bytes(one.data)
-
-
 def test_safetensors_is_read_by_its_own_library() -> None:
     parts = [part(0), part(1, 0), part(2, 2, dtype=torch.bfloat16)]
     data = sent(as_safetensors(tell(parts), parts))
@@ -145,25 +111,6 @@ def test_safetensors_is_read_by_its_own_library() -> None:
     assert [entry["part"] for entry in told] == [one.name for one in parts]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_arrow_is_a_batch_for_each_tensor(dtype: torch.dtype) -> None:
-    parts = [part(0, dtype=dtype), part(3, 4, dtype=dtype)]
-    with pa.ipc.open_stream(sent(as_arrow(tell(parts), parts))) as stream:
-        document = json.loads(stream.schema.metadata[b"response"])
-        assert len(document["capture_results"]["inline"]) == 2
-        kind = stream.schema.field("values").metadata[b"dtype"].decode()
-        batches = list(stream)
-    assert kind == str(dtype).removeprefix("torch.")
-    for one, batch in zip(parts, batches, strict=True):
-        assert set(batch["part"].to_pylist()) == {one.name}
-        assert set(batch["layer"].to_pylist()) == {one.layer}
-        assert batch["position"].to_pylist() == one.positions
-        assert batch["token_id"].to_pylist() == one.token_ids
-        flat = batch["values"].flatten().to_numpy(zero_copy_only=False)
-        raw = torch.from_numpy(np.array(flat)).view(dtype).reshape(one.rows.shape)
-        assert torch.equal(raw, one.rows)
-
-
 def test_a_response_without_rows_can_take_every_form() -> None:
     for form in FORMS.values():
         assert sent(form(tell([]), []))
@@ -174,9 +121,9 @@ def test_a_response_without_rows_can_take_every_form() -> None:
     [
         ("", "application/json"),
         ("*/*", "application/json"),
-        ("application/json, multipart/mixed", "application/json"),
-        ("text/html, Multipart/Mixed; q=0.9", "multipart/mixed"),
-        ("application/safetensors", "application/safetensors"),
+        ("multipart/mixed, application/json", "application/json"),
+        ("text/html, multipart/mixed", "application/json"),
+        ("text/html, Application/Safetensors; q=0.9", "application/safetensors"),
         ("image/png", "application/json"),
     ],
 )
@@ -184,8 +131,24 @@ def test_the_first_form_that_there_is_is_chosen(accept: str, chosen: str) -> Non
     assert form_for(accept) == chosen
 
 
-def test_rows_of_several_dtypes_do_not_fit_one_arrow_schema() -> None:
-    accept = "application/vnd.apache.arrow.stream, application/safetensors"
-    parts = [part(0), part(1, dtype=torch.bfloat16)]
-    assert form_for(accept, parts[:1]) == "application/vnd.apache.arrow.stream"
-    assert form_for(accept, parts) == "application/safetensors"
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "multipart/mixed",
+        "Application/vnd.apache.arrow.stream; q=1",
+        "multipart/mixed, application/vnd.apache.arrow.stream",
+    ],
+)
+def test_other_forms_for_tensors_are_refused_with_those_there_are(accept: str) -> None:
+    with pytest.raises(CaptureValidationError, match="use application/safetensors"):
+        form_for(accept)
+
+
+def test_safetensors_hold_large_rows_without_a_copy() -> None:
+    parts = [part(number, 3, width=SMALL) for number in range(2)]
+    body = as_safetensors(tell(parts), parts)
+    assert body.is_ready and body.size is not None
+    pieces = list(body.pieces)
+    assert sum(map(len, pieces)) == body.size and len(pieces) <= 5
+    places = {np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces}
+    assert {one.rows.data_ptr() for one in parts} <= places

@@ -16,7 +16,6 @@ from fastapi import Request
 from vllm.entrypoints.serve.capture.sending import RowsResponse
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
-from vllm.v1.capture.frontend.unsent import current_response
 from vllm.v1.capture.memory.row_copy import num_threads
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport.bodies import (
@@ -24,7 +23,6 @@ from vllm.v1.capture.transport.bodies import (
     Piece,
     as_json,
     form_for,
-    parts_of_event,
 )
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS, Handout
 from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
@@ -119,7 +117,7 @@ async def answer(
     """The HTTP response to a request whose results carry rows."""
     document = Document(response)
     await document.hand_out()
-    form = form_for(request.headers.get("accept", ""), document.parts)
+    form = form_for(request.headers.get("accept", ""))
     make = partial(FORMS[form], document.tell, document.parts)
     body = await _on_thread(make, _former)
     sized = {} if body.size is None else {"Content-Length": str(body.size)}
@@ -134,19 +132,9 @@ async def answer(
 async def event(
     chunk: Any, exclude: Collection[str] = (), exclude_unset: bool = False
 ) -> AsyncIterator[Piece]:
-    """A server-sent event, or parts of a multipart stream, with results with rows."""
+    """A server-sent event whose results have rows."""
     document = Document(chunk, exclude, exclude_unset)
     await document.hand_out()
-    response = current_response()
-    if response is not None and response.boundary is not None:
-        make = partial(parts_of_event, response.boundary, document.tell, document.parts)
-        response.sends_parts = True
-        try:
-            async for piece in made_on_threads(await _on_thread(make, _former)):
-                yield piece
-        finally:
-            response.sends_parts = False
-        return
     body = await _on_thread(partial(as_json, document.tell, document.parts), _former)
     yield b"data: "
     async for piece in made_on_threads(body.pieces):

@@ -17,6 +17,7 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.http import deferred
 from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.capture.transport.bodies import form_for
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.residual.addresses import OWN, hook_name
@@ -86,8 +87,9 @@ async def get_kept(
 ) -> Response:
     """The rows of a name, or the part that the query selects.
 
-    The form is what `Accept` says: JSON, safetensors, an Arrow stream or multipart.
+    The form is what `Accept` says: JSON or safetensors.
     """
+    form_for(request.headers.get("accept", ""))  # Before rows are read and dropped.
     capture = _capture(request)
     chosen, point = _layers(layers), _hook(hook)
     found = {}

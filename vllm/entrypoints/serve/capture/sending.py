@@ -15,7 +15,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm.entrypoints.serve.capture.connections import Connection, connection_of
-from vllm.entrypoints.serve.capture.event_parts import EventParts, accepts_parts
 from vllm.logger import init_logger
 from vllm.v1.capture.frontend.unsent import (
     ResponseScope,
@@ -46,10 +45,7 @@ def counting_unsent(app: ASGIApp) -> ASGIApp:
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         with response_scope() as response:
-            sender: Send = Sender(response, send, connection_of(scope))
-            if accepts_parts(scope.get("headers", [])):
-                sender = EventParts(response, sender)
-            await app(scope, receive, sender)
+            await app(scope, receive, Sender(response, send, connection_of(scope)))
 
     return counted
 

@@ -26,6 +26,7 @@ from vllm.entrypoints.serve.utils.json_structure import (
     too_large,
 )
 from vllm.entrypoints.serve.utils.piecewise import check_in_pieces
+from vllm.v1.capture.transport.bodies import form_for
 from vllm.v1.residual.bounds import shown
 
 _EXECUTOR = ThreadPoolExecutor(max_workers=1, thread_name_prefix="request-body")
@@ -168,6 +169,7 @@ def _bounded(
     handle: Callable[[Request], Any], models: tuple[type[BaseModel], ...]
 ) -> Callable[[Request], Any]:
     async def bounded(request: Request) -> Response:
+        form_for(request.headers.get("accept", ""))
         inner = BoundedRequest(request.scope, request.receive, request._send)
         await _check_long_parts(inner, models)
         try:

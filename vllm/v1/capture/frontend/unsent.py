@@ -19,10 +19,6 @@ class ResponseScope:
     def __init__(self) -> None:
         self._releases: list[Callable[[], object]] = []
         self._is_over = False
-        self.boundary: str | None = None
-        """Between the parts of a stream in multipart form; None for other responses."""
-        self.sends_parts = False
-        """Whether the data being sent are parts already, not events."""
 
     @property
     def holds(self) -> bool:
