@@ -12,9 +12,9 @@ import torch
 from vllm.capture_dataset.manifest import Manifest, checksum
 from vllm.capture_dataset.readers import READERS, ShardReader, open_shard
 from vllm.capture_dataset.readouts import ReadoutColumn, from_facts
-from vllm.capture_dataset.spec import Tap
 from vllm.capture_dataset.view import LayerView
 from vllm.v1.capture.errors import fail
+from vllm.v1.residual.tap import Tap
 
 
 def load_dataset(folder: str | Path) -> "CaptureDataset":

@@ -12,7 +12,7 @@ import torch
 
 from vllm.capture_dataset.formats.zarr import ROWS_PER_CHUNK
 from vllm.capture_dataset.readouts import ReadoutColumn, beside, from_facts
-from vllm.capture_dataset.spec import Tap
+from vllm.v1.residual.tap import Tap
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

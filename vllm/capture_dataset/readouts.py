@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from vllm.capture_dataset.spec import RowsSpec, Tap
+from vllm.capture_dataset.spec import RowsSpec
 from vllm.v1.capture.errors import fail
 from vllm.v1.readouts.results import Array, ReadoutResult
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.capture_dataset.table import Captured

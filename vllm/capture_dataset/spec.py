@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-Tap = tuple[int, str]
-"""`(layer, hook)`: a place in the model."""
+from vllm.v1.residual.tap import Tap
 
 FORMATS = ("parquet", "arrow", "safetensors", "saelens", "filesystem", "zarr")
 VALUE_DTYPES = ("auto", "float32", "float16", "bfloat16")

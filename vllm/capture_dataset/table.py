@@ -17,8 +17,8 @@ import torch
 
 from vllm.capture_dataset.prompts import Prompt, TokenText
 from vllm.capture_dataset.readouts import ReadoutColumn
-from vllm.capture_dataset.spec import Tap
 from vllm.v1.readouts.results import ReadoutResult
+from vllm.v1.residual.tap import Tap
 
 ARROW_VALUES = {"float16": pa.float16(), "float32": pa.float32()}
 

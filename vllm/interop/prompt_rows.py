@@ -9,14 +9,13 @@ import torch
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.residual.addresses import parse_address
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
     from vllm.outputs import RequestOutput
 
 CONSUMER = "inline"
-
-Tap = tuple[int, str]
 
 
 def taps_of(addresses: Sequence[str]) -> dict[str, Tap]:

@@ -20,10 +20,10 @@ from vllm.steering.sae.load import load_sae
 from vllm.steering.saelens import CONFIG, WEIGHTS, read_saelens
 from vllm.steering.svec import read_svec
 from vllm.steering.vectors import VectorSet, load_vectors, vector_set
-from vllm.v1.residual.addresses import OWN, resolve_tap
+from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.tap import HOOK_NAMES, Tap
 from vllm.v1.steering.errors import SteeringValidationError, fail
-from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.spec.files import is_ours
 from vllm.v1.steering.spec.provenance import Provenance, Source
 
@@ -82,8 +82,8 @@ class Reading:
             if found is None:
                 raise fail(
                     f"path: hook={shown(values['hook'])} after the file's name must be "
-                    f"one of {list(OWN)}, or an address such as post_block.3 without "
-                    "another layer",
+                    f"one of {list(HOOK_NAMES)}, or an address such as post_block.3 "
+                    "without another layer",
                     "path",
                     text,
                 )

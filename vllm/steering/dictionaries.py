@@ -23,8 +23,8 @@ import torch
 
 from vllm.steering.vectors import VectorSet, vector_set
 from vllm.v1.residual.bounds import listed, shown
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.spec.parse import HOOKS
 from vllm.v1.steering.spec.provenance import Provenance
 

@@ -20,8 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from vllm.steering.vectors import VectorSet, vector_set
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.provenance import Provenance
 
 ARCHITECTURE = "controlvector"

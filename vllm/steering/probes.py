@@ -25,7 +25,7 @@ from vllm.steering.pairs import (
     read_pairs,
 )
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.plan import Tap
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm import LLM

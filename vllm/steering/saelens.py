@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm.steering.vectors import VectorSet, vector_set
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.spec.provenance import Provenance
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"

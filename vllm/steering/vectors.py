@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.files import read_module, save_module
 from vllm.v1.steering.spec.parse import HOOKS, SteeredModel, parse_vectors
 from vllm.v1.steering.spec.provenance import Provenance, Source, norms_of

@@ -3,15 +3,9 @@
 
 from hypothesis import strategies as st
 
-from vllm.v1.capture.plan import (
-    OPEN_END,
-    CapturePlan,
-    Ranges,
-    Tap,
-    group_taps,
-    ranges_of,
-)
+from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, group_taps, ranges_of
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
+from vllm.v1.residual.tap import Tap
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 

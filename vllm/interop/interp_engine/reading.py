@@ -8,7 +8,7 @@ after it.
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.interop.interp_engine.types import Tap
+from vllm.v1.residual.tap import Tap
 
 
 def readable_tap(tap: Tap, vectors: Mapping[str, Any] | None, num_layers: int) -> Tap:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from vllm.interop.interp_engine.types import Tap, tap_of
+from vllm.interop.interp_engine.types import tap_of
 from vllm.interop.interp_engine.wire import decode_tensor
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_finite
+from vllm.v1.residual.tap import Tap
 
 ORDER = (
     "additive",

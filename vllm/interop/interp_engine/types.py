@@ -11,6 +11,7 @@ import torch
 
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.tap import Tap
 
 NAMES = {
     "pre_attn": "resid_pre",
@@ -18,8 +19,6 @@ NAMES = {
     "post_block": "resid_post",
 }
 """Our hook points whose canonical name in interp-engine differs."""
-
-Tap = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)

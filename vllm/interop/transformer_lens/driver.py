@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.interop.prompt_rows import Tap
 from vllm.interop.transformer_lens.interventions import Intervention, parsed
+from vllm.v1.residual.tap import Tap
 
 Vectors = dict[str, dict[int, list[dict[str, Any]]]]
 """Steering entries by hook point and layer."""

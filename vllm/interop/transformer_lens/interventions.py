@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.interop.prompt_rows import Tap
 from vllm.v1.residual.numbers import is_finite, is_integer
+from vllm.v1.residual.tap import Tap
 
 NAMES = {
     "pre_attn": ("hook_in", "hook_resid_pre"),

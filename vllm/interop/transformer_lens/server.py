@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm.interop.prompt_rows import Tap, capture_spec
+from vllm.interop.prompt_rows import capture_spec
 from vllm.interop.transformer_lens.driver import (
     Answer,
     Asked,
@@ -17,6 +17,7 @@ from vllm.interop.transformer_lens.driver import (
     filled,
 )
 from vllm.interop.transformer_lens.interventions import NAMES
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from clearbox_client import Client, Reply

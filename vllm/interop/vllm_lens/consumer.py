@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 
 from vllm.v1.capture.consumers.inline import InlineConsumer
-from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
+from vllm.v1.residual.tap import Tap
 
 
 class LensConsumer(InlineConsumer):

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from vllm.steering.directions import Rows
 from vllm.steering.evaluation.measures import auroc
-from vllm.v1.steering.plan import Tap
+from vllm.v1.residual.tap import Tap
 
 VECTOR, RANDOM, SHUFFLED = "vector", "random", "shuffled"
 KINDS = (VECTOR, RANDOM, SHUFFLED)

@@ -19,8 +19,8 @@ from vllm.steering.sae.qwen_scope import is_qwen_scope, read_qwen_scope
 from vllm.steering.sae.record import SparseAutoencoder
 from vllm.steering.sae.saelens import is_saelens, read_saelens_sae
 from vllm.steering.sae.sparsify import is_sparsify, read_sparsify
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.spec.files import split_place
 
 LAYOUTS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], RawSAE]]] = {

@@ -4,7 +4,7 @@
 import re
 
 from vllm.steering.sae.record import SAEPlace
-from vllm.v1.steering.plan import Tap
+from vllm.v1.residual.tap import Tap
 
 TRANSFORMER_LENS = {
     "hook_resid_pre": "pre_attn",

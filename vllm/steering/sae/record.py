@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import SteeringValidationError, fail
-from vllm.v1.steering.plan import Tap
 
 Selection: TypeAlias = Literal["threshold", "topk", "abstopk", "groupmax"]
 """How active features of a row are selected: those above a threshold, the k largest,

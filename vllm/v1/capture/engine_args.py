@@ -19,10 +19,10 @@ from vllm.v1.capture.registry import (
     consumer_class,
     is_step_consumer,
 )
-from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
+from vllm.v1.residual.tap import HOOK_NAMES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SchedulerConfig

@@ -16,7 +16,6 @@ import torch
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
 from vllm.v1.capture.failures import FAILURES, described
 from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -24,6 +23,7 @@ from vllm.v1.capture.types import (
     CaptureResult,
     VllmInternalRequestId,
 )
+from vllm.v1.residual.tap import Tap
 
 
 @dataclass(frozen=True, slots=True, eq=False)

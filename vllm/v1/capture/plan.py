@@ -14,6 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from vllm.v1.readouts.plan import ReadoutPlan, ReadoutRows
+from vllm.v1.residual.tap import Tap
 
 OPEN_END = 1 << 40
 """The `stop` of a range that extends to the end of the request."""
@@ -32,9 +33,6 @@ What is computed from them is returned with the output of the step.
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Token positions as disjoint, ascending ranges `(start, stop)`, `stop` excluded."""
-
-Tap: TypeAlias = tuple[int, str]
-"""`(layer, hook)`: a point in the model at which rows are read."""
 
 
 def ranges_of(positions: Iterable[int]) -> Ranges:

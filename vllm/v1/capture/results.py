@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.types import CaptureResult, CaptureStatus
+from vllm.v1.residual.tap import Tap
 
 
 class RowsByTap(dict[Tap, torch.Tensor]):

@@ -10,12 +10,13 @@ import torch
 
 from vllm.v1.capture.errors import fail
 from vllm.v1.capture.plan import LAST_ROW, OPEN_END, Ranges, union
-from vllm.v1.capture.types import HOOK_NAMES, CaptureContext, CaptureSpec
+from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.bounds import count_values, counted, shown
 from vllm.v1.residual.plain_data import fault_of
 from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
 from vllm.v1.residual.selectors import first_outside, parse_layers, parse_positions
+from vllm.v1.residual.tap import HOOK_NAMES
 
 MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
 

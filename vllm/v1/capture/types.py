@@ -8,25 +8,11 @@ import torch
 
 from vllm.v1.capture.errors import fail
 from vllm.v1.residual.selectors import PositionName, as_list, parse_positions
+from vllm.v1.residual.tap import HOOK_NAMES as HOOK_NAMES
+from vllm.v1.residual.tap import HookName as HookName
 
 VllmInternalRequestId = NewType("VllmInternalRequestId", str)
 """The unique, opaque id that the engine gives each sample; clients cannot choose it."""
-
-HookName = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
-"""The point in a decoder block at which a row is read.
-
-`pre_attn`: the residual stream at the input of the block. `post_attn`: after the output
-of attention (or another token mixer) was added. `post_block`: at the output of the
-block, before any final norm. `mlp_in`, `mlp_out`: input and output of the MLP.
-"""
-
-HOOK_NAMES: tuple[HookName, ...] = (
-    "pre_attn",
-    "post_attn",
-    "post_block",
-    "mlp_in",
-    "mlp_out",
-)
 
 PositionSelector: TypeAlias = PositionName | list[int] | dict[str, Any]
 """The positions to capture: a name, a list of token positions (negative ones count

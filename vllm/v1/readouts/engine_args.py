@@ -18,9 +18,8 @@ from vllm.v1.readouts.modules import (
     describe_module,
     load_module,
 )
-from vllm.v1.readouts.plan import Tap
-from vllm.v1.residual.addresses import OWN
 from vllm.v1.residual.before_fork import end_openmp_threads
+from vllm.v1.residual.tap import HOOK_NAMES, Tap
 from vllm.v1.steering.spec.model_identity import identity_of_config
 
 if TYPE_CHECKING:
@@ -136,7 +135,9 @@ def described_file(
             path,
         )
     # Which hook points a layer has is known once the model is loaded.
-    check_place(info, dict.fromkeys(range(model.get_total_num_hidden_layers()), OWN))
+    check_place(
+        info, dict.fromkeys(range(model.get_total_num_hidden_layers()), HOOK_NAMES)
+    )
     check_model(info, identity_of_config(model))
     return asdict(info)
 

@@ -24,9 +24,9 @@ import torch
 from vllm.steering.sae import SparseAutoencoder, load_sae
 from vllm.steering.sae.load import FILES as SAE_FILES
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.plan import Tap
-from vllm.v1.residual.addresses import OWN, hook_name
+from vllm.v1.residual.addresses import hook_name
 from vllm.v1.residual.selectors import layer_index
+from vllm.v1.residual.tap import HOOK_NAMES, Tap
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.model_identity import ModelIdentity
 
@@ -392,8 +392,8 @@ def _check_said(name: str, path: Path, said: Mapping[str, str]) -> None:
     for entry in (entry for entry, is_wrong in wrong.items() if is_wrong):
         raise fail(
             f"{name}: the metadata's {entry} {said.get(entry)!r} has no meaning; layer "
-            f"is a 0-based index, hook one of {list(OWN)} and needs a layer, cosine "
-            "and residual are true or false",
+            f"is a 0-based index, hook one of {list(HOOK_NAMES)} and needs a layer, "
+            "cosine and residual are true or false",
             "path",
             str(path),
         )

@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-Tap: TypeAlias = tuple[int, str]
+from vllm.v1.residual.tap import Tap
+
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 Packed: TypeAlias = dict[str, tuple[str, tuple[int, ...], bytes]]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-OWN: tuple[str, ...] = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+from vllm.v1.residual.tap import HOOK_NAMES, Tap
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -43,7 +43,7 @@ _WITH_LAYER = re.compile(r"([a-z][a-z0-9_]*)\.(0|[1-9]\d{0,5})")
 
 def hook_name(name: str) -> str | None:
     """Our name of the hook point `name`; None if it is unknown."""
-    return name if name in OWN else ALIASES.get(name)
+    return name if name in HOOK_NAMES else ALIASES.get(name)
 
 
 def resolve_tap(layer: int | None, hook: str) -> tuple[int | None, str] | None:
@@ -63,7 +63,7 @@ def resolve_tap(layer: int | None, hook: str) -> tuple[int | None, str] | None:
     return None if name is None else (layer, name)
 
 
-def parse_address(text: str) -> tuple[int, str] | None:
+def parse_address(text: str) -> Tap | None:
     """Parse an address to `(layer, hook)`; None if `text` is not one.
 
     The layer is 0-based and not checked against a model.

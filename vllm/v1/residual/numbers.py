@@ -20,7 +20,8 @@ def is_integer(value: Any, least: int | None = None, stop: int | None = None) ->
     """Whether a value is an integer of `[least, stop)`; without a bound if None."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         return False
-    return (least is None or least <= value) and (stop is None or value < stop)
+    number = int(value)
+    return (least is None or least <= number) and (stop is None or number < stop)
 
 
 def is_finite(value: Any) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import Condition, distinct
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.positions import Spans
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.request import Request
-
-Tap: TypeAlias = tuple[int, str]
-"""`(layer, hook)`: a place at which the stream is read or changed."""
 
 Vector: TypeAlias = npt.NDArray[np.float32]
 Vectors: TypeAlias = Mapping[Tap, Vector]

@@ -21,7 +21,7 @@ from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.steering.plan import Tap
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.residual_graph_choice import GraphFamilies

@@ -19,7 +19,8 @@ from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED_READOUTS
-from vllm.v1.steering.plan import SteeringTiers, Tap
+from vllm.v1.residual.tap import Tap
+from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.worker.residual_stream import HookPoints, ResidualStream
 from vllm.v1.worker.step_consumers import ACTIONS
 

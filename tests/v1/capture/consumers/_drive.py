@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
-from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureContext,
     CaptureFinalize,
     CaptureResult,
 )
+from vllm.v1.residual.tap import Tap
 
 WAIT = 30.0
 

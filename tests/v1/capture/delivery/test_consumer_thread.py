@@ -20,10 +20,10 @@ from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.delivery import consumer_thread as lane_module
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
-from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.registry import as_sink
 from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.types import CaptureKey, CaptureResult
+from vllm.v1.residual.tap import Tap
 
 
 class Lanes:

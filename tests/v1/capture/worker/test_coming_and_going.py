@@ -15,8 +15,9 @@ from tests.v1.capture._simulation import Life, Step, lives, standing
 from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
-from vllm.v1.capture.plan import CapturePlan, Ranges, Tap, group_taps
+from vllm.v1.capture.plan import CapturePlan, Ranges, group_taps
 from vllm.v1.capture.worker import offload
+from vllm.v1.residual.tap import Tap
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 LAG = 2

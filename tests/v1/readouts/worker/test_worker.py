@@ -19,10 +19,11 @@ from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.readouts.frontend.admission import staged_ranges
-from vllm.v1.readouts.plan import Probe, Readout, ReadoutPart, ReadoutPlan, Tap
+from vllm.v1.readouts.plan import Probe, Readout, ReadoutPart, ReadoutPlan
 from vllm.v1.readouts.results import ReadoutResult, joined
 from vllm.v1.readouts.worker import worker
 from vllm.v1.residual.step_view import StepView
+from vllm.v1.residual.tap import Tap
 
 LAYERS, HIDDEN, VOCABULARY, SLOTS = 4, 8, 32, 256
 PROMPTS = {"a": 6, "b": 3, "c": 5}

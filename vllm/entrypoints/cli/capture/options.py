@@ -17,9 +17,9 @@ from vllm.capture_dataset.spec import (
 from vllm.entrypoints.cli.steer.options import parse_layers
 from vllm.utils.argparse_utils import human_readable_int
 from vllm.v1.capture.errors import fail
-from vllm.v1.capture.types import HOOK_NAMES
 from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.selectors import parse_positions
+from vllm.v1.residual.tap import HOOK_NAMES
 
 COMPRESSIONS = ("none", "zstd", "lz4")
 

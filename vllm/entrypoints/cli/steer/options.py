@@ -5,7 +5,8 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.residual.addresses import OWN, hook_name, parse_address, resolve_tap
+from vllm.v1.residual.addresses import hook_name, parse_address, resolve_tap
+from vllm.v1.residual.tap import HOOK_NAMES
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def parse_hook(text: str) -> str:
     name = hook_name(text)
     if name is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a hook point; use one of {list(OWN)}, or an address such "
-            "as post_block.3"
+            f"{text!r} is not a hook point; use one of {list(HOOK_NAMES)}, or an "
+            "address such as post_block.3"
         )
     return name
 
@@ -59,8 +60,8 @@ def add_hook_argument(parser: Any) -> None:
         "--hook",
         type=parse_hook,
         default="post_block",
-        help=f"The hook point: {', '.join(OWN)}, or an address with its layer, such as "
-        "resid_post.3.",
+        help=f"The hook point: {', '.join(HOOK_NAMES)}, or an address with its layer, "
+        "such as resid_post.3.",
     )
 
 

@@ -20,8 +20,9 @@ from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.transport.bodies import form_for
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.residual.addresses import OWN, hook_name
+from vllm.v1.residual.addresses import hook_name
 from vllm.v1.residual.bounds import cut, shown
+from vllm.v1.residual.tap import HOOK_NAMES
 
 router = APIRouter(prefix="/v1/capture")
 
@@ -159,7 +160,8 @@ def _hook(text: str | None) -> str | None:
     if text is not None and found is None:
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
-            f"hook={shown(text)}: there is no such hook point; use one of {list(OWN)}",
+            f"hook={shown(text)}: there is no such hook point; use one of "
+            f"{list(HOOK_NAMES)}",
         )
     return found
 

@@ -10,11 +10,12 @@ import torch
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.plan import OPEN_END, Ranges, Tap
+from vllm.v1.capture.plan import OPEN_END, Ranges
 from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.selectors import parse_spec, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 from vllm.v1.residual.numbers import is_integer
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

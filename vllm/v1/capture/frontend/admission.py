@@ -20,15 +20,7 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
 from vllm.v1.capture.frontend.known_specs import KnownSpecs
-from vllm.v1.capture.plan import (
-    LIVE,
-    READOUTS,
-    CapturePlan,
-    Ranges,
-    Tap,
-    group_taps,
-    union,
-)
+from vllm.v1.capture.plan import LIVE, READOUTS, CapturePlan, Ranges, group_taps, union
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.selectors import (
     check_range,
@@ -52,6 +44,7 @@ from vllm.v1.readouts.plan import ReadoutPlan, ReadoutReader
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.sizes import row_bytes
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

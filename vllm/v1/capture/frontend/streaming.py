@@ -16,16 +16,10 @@ import torch
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.capabilities import ConsumerCapabilities
-from vllm.v1.capture.plan import (
-    LIVE,
-    CapturePlan,
-    Ranges,
-    Tap,
-    contains,
-    only_last,
-)
+from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, contains, only_last
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from vllm.v1.capture.plan import READOUTS, CapturePlan, Ranges, Reader, Tap, overlap
+from vllm.v1.capture.plan import READOUTS, CapturePlan, Ranges, Reader, overlap
+from vllm.v1.residual.tap import Tap
 
 Columns: TypeAlias = tuple[int, ...]
 """Indices of taps among those of this process; they identify a block."""

@@ -28,7 +28,7 @@ from vllm.v1.capture.dispatch.request import (
 )
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.plan import LIVE, CapturePlan, Tap
+from vllm.v1.capture.plan import LIVE, CapturePlan
 from vllm.v1.capture.registry import (
     as_sink,
     build_consumer,
@@ -49,6 +49,7 @@ from vllm.v1.capture.worker.offload import Offload, row_encoder
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.step_view import StepView, TrueStarts
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,6 +19,7 @@ from vllm.v1.hooks.worker.context import HookContext
 from vllm.v1.hooks.worker.parameters import Parameters
 from vllm.v1.residual.plugin_errors import is_interrupt
 from vllm.v1.residual.step_view import StepView
+from vllm.v1.residual.tap import Tap
 
 logger = init_logger(__name__)
 
@@ -26,7 +27,6 @@ MOST_KEPT = 256
 """Most finished requests whose results are kept until taken; older ones are dropped."""
 
 HookFunction = Callable[[HookContext, torch.Tensor], torch.Tensor | None]
-Tap = tuple[int, str]
 
 
 @dataclass(slots=True)

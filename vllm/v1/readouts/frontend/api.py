@@ -10,11 +10,11 @@ from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.readouts.modules import ModuleInfo, check_place
-from vllm.v1.readouts.plan import Tap
-from vllm.v1.residual.addresses import OWN, resolve_tap
+from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.selectors import layer_index
+from vllm.v1.residual.tap import HOOK_NAMES, Tap
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
 from vllm.v1.steering.frontend.named import NamedFiles
 
@@ -189,8 +189,8 @@ def _tap(layer: Any, hook: Any) -> Tap | None:
     tap = resolve_tap(index, hook) if isinstance(hook, str) else None
     if tap is None:
         raise fail(
-            f"hook must be one of {list(OWN)}, or an address such as post_block.3 "
-            "without another layer",
+            f"hook must be one of {list(HOOK_NAMES)}, or an address such as "
+            "post_block.3 without another layer",
             "hook",
             hook,
         )

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vllm.v1.readouts.plan import Readout, ReadoutRows, Tap
+from vllm.v1.readouts.plan import Readout, ReadoutRows
 from vllm.v1.readouts.results import Array, ReadoutResult
+from vllm.v1.residual.tap import Tap
 
 BY_TAP = ("lens", "norm", "rows")
 """Kinds whose arrays have a dimension of taps."""

@@ -16,11 +16,12 @@ from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
 from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
-from vllm.v1.readouts.plan import Kind, Probe, Readout, Reduce, Tap
+from vllm.v1.readouts.plan import Kind, Probe, Readout, Reduce
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32, is_integer
 from vllm.v1.residual.selectors import parse_layers
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.arrays import as_array
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.readouts.plan import Tap
 from vllm.v1.readouts.worker.jobs import Entry, ReadingRequest
 from vllm.v1.residual.plugin_errors import is_interrupt
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

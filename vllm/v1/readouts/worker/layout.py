@@ -9,9 +9,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.capture.plan import OPEN_END, Ranges, Tap
+from vllm.v1.capture.plan import OPEN_END, Ranges
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import Layout
+from vllm.v1.residual.tap import Tap
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 

@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import PlacedStep
 from vllm.v1.capture.stats import ReadoutCounters
-from vllm.v1.readouts.plan import Readout, ReadoutPlan, Tap
+from vllm.v1.readouts.plan import Readout, ReadoutPlan
 from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker import probe_kernel, sum_kernel
 from vllm.v1.readouts.worker.head import Head
@@ -47,6 +47,7 @@ from vllm.v1.readouts.worker.stages import (
     joined_jobs,
 )
 from vllm.v1.residual.step_view import StepView
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MODES, FeatureUse
-from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.spec.entry import finite
 from vllm.v1.steering.spec.named import NamedSAE
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vllm.v1.residual.numbers import finite_number
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.parse import unpacked
 
 FIELD = "steering"

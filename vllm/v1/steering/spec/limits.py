@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from vllm.v1.residual.bounds import counted
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering import positions
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MAX_CARRIED
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import SteeringTiers, Tap, carried_of, conditions_of, total
+from vllm.v1.steering.plan import SteeringTiers, carried_of, conditions_of, total
 from vllm.v1.steering.spec.parse import Parsed, SteeredModel
 
 

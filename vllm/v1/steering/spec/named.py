@@ -4,8 +4,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.plan import Vector
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.residual.addresses import OWN, hook_name, parse_address
+from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
+from vllm.v1.residual.tap import HOOK_NAMES, Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.arrays import Tensors, check_finite, parse_tensors
 from vllm.v1.steering.spec.entry import (
     ALL_GENERATED,
@@ -31,7 +32,7 @@ from vllm.v1.steering.spec.when import parse_when
 NO_VECTOR = Tensors(np.zeros(0, dtype=np.float32))
 """The arrays of an operation that has no vector of its own."""
 
-HOOKS = OWN
+HOOKS = HOOK_NAMES
 
 MAX_ROWS = 4096
 """Most rows of one packed form."""

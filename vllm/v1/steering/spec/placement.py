@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

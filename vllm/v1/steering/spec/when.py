@@ -11,9 +11,10 @@ from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import layer_index
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Tap, Vector
+from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.arrays import parse_vector
 from vllm.v1.steering.spec.entry import finite
 

@@ -24,7 +24,8 @@ from vllm.v1.residual.steering_actions import (
     SteeringVectorUpdate,
     VectorsByHook,
 )
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, Tap, Vector, pack, total
+from vllm.v1.residual.tap import Tap
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, Vector, pack, total
 from vllm.v1.steering.worker.tables import SteeringTables
 
 

@@ -17,8 +17,8 @@ import torch
 from vllm.model_executor.layers.residual.program import Instruction, Program, words_of
 from vllm.model_executor.layers.residual.program_host import reads_tables
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import Tap
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.programs import Placed, Programs
 

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.residual.program_records import (
 )
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.steering.plan import Tap
+from vllm.v1.residual.tap import Tap
 
 
 class Placed(NamedTuple):

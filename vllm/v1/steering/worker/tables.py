@@ -10,12 +10,12 @@ import torch
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.plan import (
     NO_STEERING,
     PackedVectors,
     SteeringTiers,
-    Tap,
     Vector,
     conditions_of,
     total,

@@ -16,14 +16,8 @@ from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
 from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.step_view import Decoding, StepView
-from vllm.v1.steering.plan import (
-    NO_STEERING,
-    SteeringTiers,
-    Tap,
-    conditions_of,
-    pack,
-    total,
-)
+from vllm.v1.residual.tap import Tap
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, conditions_of, pack, total
 from vllm.v1.steering.slots import (
     GLOBAL_DECODE_ROW,
     GLOBAL_PREFILL_ROW,

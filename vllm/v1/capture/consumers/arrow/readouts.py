@@ -15,8 +15,8 @@ import pyarrow as pa
 import torch
 
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
-from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.types import CaptureFinalize
+from vllm.v1.residual.tap import Tap
 
 _WHOLE = 1 << 62
 """A size that no result has, so that blocks are not split."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm.v1.capture.plan import Tap
+from vllm.v1.residual.tap import Tap
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

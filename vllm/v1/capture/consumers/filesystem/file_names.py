@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm.v1.capture.types import HOOK_NAMES
+from vllm.v1.residual.tap import HOOK_NAMES
 
 _STAGE = r"(?:-pp\d\d)?"
 SHARD = re.compile(rf"(shard{_STAGE}-\d{{3}})-(\d{{5,12}})\.(bin|json)")

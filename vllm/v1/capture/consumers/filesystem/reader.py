@@ -20,7 +20,7 @@ from vllm.v1.capture.consumers.filesystem.file_names import (
     indices_in,
 )
 from vllm.v1.capture.consumers.storage.codecs import codec_of, crc32c
-from vllm.v1.capture.plan import Tap
+from vllm.v1.residual.tap import Tap
 
 
 def read_per_file(path: str | Path) -> PerFile:

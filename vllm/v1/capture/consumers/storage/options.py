@@ -66,7 +66,7 @@ class Options:
 
     def whole(self, name: str, most: int = 1 << 62, optional: bool = False) -> None:
         """Check that a value is an integer from 1 to `most`, or None if `optional`."""
-        value = self.values.get(name, None if optional else 1)
+        value: Any = self.values.get(name, None if optional else 1)
         if optional and value is None:
             return
         if not is_integer(value, 1):

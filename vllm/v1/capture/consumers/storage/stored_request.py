@@ -15,8 +15,8 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.spill import RowFiles, SpilledRows
-from vllm.v1.capture.plan import Tap
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
+from vllm.v1.residual.tap import Tap
 
 _JOINED = 64
 """Number of pieces that are joined at a time: decoding adds one row per step."""
