@@ -43,7 +43,6 @@ IGNORED_NAMES = [
     "crc32c_reference",  # tests check other code with these
     "ranges_of",
     "hang",
-    "instruction_sets",
     "unaccounted",
     "vocabulary",
     "vanilla",  # nnbench calls these of its backends

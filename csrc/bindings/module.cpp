@@ -2,8 +2,7 @@
 #include "bindings/module.h"
 
 NB_MODULE(_native, module) {
-  module.doc() = "Encoders of rows, copies of rows, and programs of hook points.";
-  clearbox::bind_codecs(module);
+  module.doc() = "Copies of rows, and programs of hook points.";
   clearbox::bind_rows(module);
   clearbox::bind_programs(module);
 }

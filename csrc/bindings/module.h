@@ -5,7 +5,6 @@
 
 namespace clearbox {
 
-void bind_codecs(nanobind::module_& module);
 void bind_rows(nanobind::module_& module);
 void bind_programs(nanobind::module_& module);
 

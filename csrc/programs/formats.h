@@ -7,8 +7,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "codecs/scalar.h"
-
 namespace clearbox {
 
 struct Float32 {
@@ -19,7 +17,9 @@ struct Float32 {
 
 struct Bfloat16 {
   using Stored = std::uint16_t;
-  static float read(Stored bits) { return scalar::from_bfloat16(bits); }
+  static float read(Stored bits) {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+  }
   static Stored rounded(float value) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;  // NaN
@@ -29,7 +29,20 @@ struct Bfloat16 {
 
 struct Float16 {
   using Stored = std::uint16_t;
-  static float read(Stored bits) { return scalar::from_float16(bits); }
+  static float read(Stored bits) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000) << 16;
+    const std::uint32_t exponent = (bits >> 10) & 0x1F;
+    const std::uint32_t fraction = bits & 0x3FF;
+    if (exponent == 0) {  // subnormal or zero: a multiple of 2^-24
+      const float value = static_cast<float>(fraction) * 0x1p-24F;
+      return std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) | sign);
+    }
+    if (exponent == 0x1F) {  // infinity, or NaN made quiet
+      const std::uint32_t quiet = fraction != 0 ? 0x400000 : 0;
+      return std::bit_cast<float>(sign | 0x7F800000 | quiet | (fraction << 13));
+    }
+    return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (fraction << 13));
+  }
   static Stored rounded(float value) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     const auto sign = static_cast<std::uint32_t>((bits >> 16) & 0x8000);

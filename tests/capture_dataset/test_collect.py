@@ -194,7 +194,7 @@ def test_a_folder_of_another_data_set_is_refused(source: Path, tmp_path: Path) -
         CaptureValidationError, match="holds a data set already.*--resume"
     ):
         again()
-    for name, value in {"max_tokens": 2, "limit": 5, "format": "arrow"}.items():
+    for name, value in {"max_tokens": 2, "limit": 5, "format": "safetensors"}.items():
         with pytest.raises(CaptureValidationError, match=f"begun with {name}"):
             again(resume=True, **{name: value})
     write_source(tmp_path, 24)
@@ -260,16 +260,6 @@ def test_foreign_tools_open_the_table(source: Path, tmp_path: Path) -> None:
         "parquet", data_files=pattern, split="train", cache_dir=str(tmp_path / "cache")
     )
     assert len(opened) == rows and opened.features["values"].length == WIDTH
-
-
-def test_the_consumers_store_reads_the_filesystem_format(
-    source: Path, tmp_path: Path
-) -> None:
-    from vllm.v1.capture.consumers.filesystem import CaptureStore
-
-    collected(source, tmp_path / "out", format="filesystem")
-    rows = CaptureStore(tmp_path / "out").one("p-4", 3, "post_block")
-    assert torch.equal(rows.to_torch(), load_dataset(tmp_path / "out").layer(3)[4])
 
 
 def test_saelens_finds_contexts_under_its_names(source: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ SPECS: dict[str, Any] = {
     "size": {"kind": "norm"},
     "mean": {"kind": "rows", "reduce": "mean"},
 }
-FORMATS = ("parquet", "arrow", "safetensors", "filesystem", "zarr")
+FORMATS = ("parquet", "safetensors")
 
 
 class ReadingRunner(FakeRunner):

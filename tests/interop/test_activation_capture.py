@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm-activation-capture's scripts and formulas, without the package."""
 
-import io
 import json
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import array_shapes, arrays
 
 from benchmarks.harness.worker_alone import WorkerAlone
 from tests.support.models import llama
@@ -23,8 +18,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.check import run as check
 from vllm.interop.activation_capture import analysis
 from vllm.interop.activation_capture.device import DeviceEncoder
-from vllm.interop.activation_capture.encoding import Encoding, dequantize, restore
-from vllm.interop.activation_capture.npz import npz_bytes
+from vllm.interop.activation_capture.encoding import (
+    Encoding,
+    dequantize,
+    orthonormal_basis,
+    restore,
+)
 from vllm.interop.activation_capture.variables import consumer_of
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.foreign_variables import consumers_of_variables
@@ -129,28 +128,6 @@ def test_a_value_is_within_half_a_step_of_its_scale() -> None:
         assert arrays["scale"].shape == ((1, 32) if per_dim else (20, 1))
 
 
-@given(
-    arrays=st.dictionaries(
-        st.sampled_from(["q", "scale", "zero", "indices", "values"]),
-        arrays(
-            st.sampled_from([np.uint8, np.float32, np.int16, np.int32]),
-            array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=9),
-        ),
-        min_size=1,
-    )
-)
-def test_files_are_archives_that_numpy_reads(arrays: dict[str, np.ndarray]) -> None:
-    data = npz_bytes(arrays)
-    assert data == npz_bytes(arrays)
-    assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
-    with np.load(io.BytesIO(data)) as found:
-        assert list(found) == list(arrays)
-        for name, array in arrays.items():
-            assert found[name].dtype == array.dtype
-            assert found[name].shape == array.shape
-            assert found[name].tobytes() == array.tobytes()
-
-
 def test_rows_of_one_value_are_exact() -> None:
     for value in (0.0, -3.5, 1e-30, 7e4):
         constant = torch.full((3, 4), value)
@@ -164,6 +141,14 @@ def test_a_row_that_is_not_finite_becomes_nan_and_no_other() -> None:
     arrays = Encoding(mode="full8", per_dim_scale=False).encode(spoilt)
     bad = np.isnan(dequantize(arrays)).any(axis=1)
     assert bad.tolist() == [row == 4 for row in range(20)]
+
+
+def test_the_basis_is_orthonormal_and_depends_on_nothing_but_its_seed() -> None:
+    basis = orthonormal_basis(40, 8, 1)
+    assert np.allclose(basis.T @ basis, np.eye(8), atol=1e-5)
+    orthonormal_basis.cache_clear()
+    assert np.array_equal(orthonormal_basis(40, 8, 1), basis)
+    assert not np.allclose(orthonormal_basis(40, 8, 2), basis)
 
 
 def test_coordinates_keep_what_the_subspace_has() -> None:

@@ -38,9 +38,9 @@ class CaptureDataset:
         self.facts = self.manifest.facts
         if self.facts["format"] not in READERS:
             raise fail(
-                f"folder: {str(folder)!r} has the format {self.facts['format']!r}, for "
-                "SAELens and datasets.load_from_disk; load_dataset reads "
-                f"{sorted(READERS)}",
+                f"folder: {str(folder)!r} has the format {self.facts['format']!r}; "
+                f"load_dataset reads {sorted(READERS)}. datasets.load_from_disk opens "
+                "'saelens', and the version that wrote it any other",
                 "folder",
                 str(folder),
             )

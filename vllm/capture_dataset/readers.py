@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy readers of shards, by format: columns, and values by tap and row."""
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from vllm.capture_dataset.formats.zarr import ROWS_PER_CHUNK
 from vllm.capture_dataset.readouts import ReadoutColumn, beside, from_facts
 from vllm.v1.residual.tap import Tap
 
@@ -78,38 +76,12 @@ class ParquetShard:
         return self._file.read_row_groups(groups, columns=[column.name]).column(0)
 
 
-class ArrowShard:
-    """Reads memory-mapped Arrow files, with a record batch per tap."""
-
-    def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
-        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
-        self._width = facts["model"]["hidden_size"]
-        self._not_beside = not_beside(facts)
-        self.num_rows = self._file.get_batch(0).num_rows
-
-    def columns(self) -> pa.Table:
-        """See `ShardReader`."""
-        table = pa.Table.from_batches([self._file.get_batch(0)])
-        return table.drop_columns(self._not_beside)
-
-    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
-        """See `ShardReader`."""
-        values = self._file.get_batch(tap).column("values")
-        return _rows_of(values.slice(first, stop - first), self._width)
-
-    def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
-        """See `ShardReader`."""
-        return pa.chunked_array([self._file.get_batch(tap).column(column.name)])
-
-
-class _WithColumns:
-    """Base of readers of shards whose columns are in a separate file."""
+class SafetensorsShard:
+    """Reads Safetensors files, with a tensor per tap; columns are in another file."""
 
     def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
         self._path = path
         self._beside = path.with_suffix(".rows.parquet")
-        self._dtype = getattr(torch, facts["values_dtype"])
-        self._width = facts["model"]["hidden_size"]
         self._taps = [
             (layer, hook) for layer in facts["layers"] for hook in facts["hooks"]
         ]
@@ -134,10 +106,6 @@ class _WithColumns:
         name = beside(column, self._taps[tap])
         return pq.read_table(self._beside, columns=[name]).column(0)
 
-
-class SafetensorsShard(_WithColumns):
-    """Reads Safetensors files, with a tensor per tap."""
-
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
         """See `ShardReader`."""
         from safetensors import safe_open
@@ -148,48 +116,9 @@ class SafetensorsShard(_WithColumns):
         return rows
 
 
-class RawShard(_WithColumns):
-    """Reads memory-mapped raw files, which hold one tap after another."""
-
-    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
-        """See `ShardReader`."""
-        row_bytes = self._width * self._dtype.itemsize
-        if stop <= first:
-            return torch.empty(0, self._width, dtype=self._dtype)
-        mapped = np.memmap(
-            self._path,
-            np.uint8,
-            mode="c",
-            offset=(tap * self.num_rows + first) * row_bytes,
-            shape=((stop - first) * row_bytes,),
-        )
-        return torch.from_numpy(mapped).view(self._dtype).view(-1, self._width)
-
-
-class ZarrShard(_WithColumns):
-    """Reads Zarr groups, with one file per chunk of rows."""
-
-    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
-        """See `ShardReader`."""
-        layer, hook = self._taps[tap]
-        folder = self._path / hook / str(layer)
-        metadata = json.loads((folder / ".zarray").read_text())
-        parts = []
-        for number in range(first // ROWS_PER_CHUNK, -(-stop // ROWS_PER_CHUNK)):
-            chunk = np.fromfile(folder / f"{number}.0", metadata["dtype"])
-            rows = chunk.reshape(metadata["chunks"])
-            start = number * ROWS_PER_CHUNK
-            parts.append(rows[max(first - start, 0) : stop - start])
-        found = np.concatenate(parts) if parts else np.empty((0, self._width), "<f4")
-        return torch.from_numpy(found)
-
-
 READERS: dict[str, Any] = {
     "parquet": ParquetShard,
-    "arrow": ArrowShard,
     "safetensors": SafetensorsShard,
-    "filesystem": RawShard,
-    "zarr": ZarrShard,
 }
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from vllm.capture_dataset.formats import WRITERS
-from vllm.capture_dataset.manifest import ShardFile, checksum
-from vllm.capture_dataset.prompts import Prompt
-from vllm.capture_dataset.table import Shard
-from vllm.v1.capture.consumers.arrow.saelens import (
+from vllm.capture_dataset.formats.saelens import (
     INFO,
     STATE,
     hook_name,
     info_of,
     state_of,
 )
+from vllm.capture_dataset.manifest import ShardFile, checksum
+from vllm.capture_dataset.prompts import Prompt
+from vllm.capture_dataset.table import Shard
 
 ASIDE = ".incomplete"
 MAX_PROMPTS = 4096
@@ -79,22 +79,18 @@ class ShardFolder:
         name = self._aside / f"part-{shard.number:05d}"
         try:
             written = writer(shard, name, self._facts)
-            sums = {
-                file.relative_to(self._aside).as_posix(): checksum(file)
-                for path in written
-                for file in _files(path)
-            }
+            sums = {path.name: checksum(path) for path in written}
         except BaseException:
             shutil.rmtree(self._aside, ignore_errors=True)
             self._aside.mkdir(exist_ok=True)
             raise
         # The file that readers look for is renamed last.
         for path in reversed(written):
-            _replace(path, self._folder / path.relative_to(self._aside))
+            os.replace(path, self._folder / path.name)
         values = self._facts["model"]["hidden_size"] * _SIZES[shard.stored_dtype]
         rows = shard.num_rows * len(shard.taps)
         return ShardFile(
-            file=written[0].relative_to(self._aside).as_posix(),
+            file=written[0].name,
             files=sums,
             first_sample=shard.items[0].prompt.entry.sample,
             stop_sample=stop_sample,
@@ -129,17 +125,3 @@ class ShardFolder:
 
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file())
-
-
-def _replace(path: Path, final: Path) -> None:
-    """Replace a file that an earlier run has left without recording it."""
-    if final.is_dir():
-        shutil.rmtree(final)
-    final.parent.mkdir(exist_ok=True)
-    os.replace(path, final)

@@ -8,9 +8,11 @@ from typing import Any
 
 from vllm.v1.residual.tap import Tap
 
-FORMATS = ("parquet", "arrow", "safetensors", "saelens", "filesystem", "zarr")
+FORMATS = ("parquet", "safetensors", "saelens")
+EARLIER_FORMATS = ("arrow", "filesystem", "zarr")
+"""Formats of earlier versions, which are refused."""
 VALUE_DTYPES = ("auto", "float32", "float16", "bfloat16")
-WITHOUT_BFLOAT16 = ("parquet", "arrow", "saelens", "zarr")
+WITHOUT_BFLOAT16 = ("parquet", "saelens")
 """Formats whose readers have no bfloat16: it is stored as float32, which is exact."""
 
 

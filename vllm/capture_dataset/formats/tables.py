@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet and Arrow IPC: one row group or record batch per tap of a shard."""
+"""Parquet: row groups per tap of a shard."""
 
 import json
 from pathlib import Path
@@ -28,23 +28,6 @@ def write_parquet(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]
     ) as writer:
         for tap in shard.taps:
             writer.write_batch(shard.batch(tap, schema), row_group_size=ROWS_PER_GROUP)
-    return [path]
-
-
-def write_arrow(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
-    """Write `{path}.arrow`, an Arrow IPC file."""
-    path = path.with_suffix(".arrow")
-    schema = _schema(shard, facts)
-    compression = facts["compression"]
-    options = pa.ipc.IpcWriteOptions(
-        compression=None if compression == "none" else compression
-    )
-    with (
-        pa.OSFile(str(path), "wb") as opened,
-        pa.ipc.new_file(opened, schema, options=options) as writer,
-    ):
-        for tap in shard.taps:
-            writer.write_batch(shard.batch(tap, schema))
     return [path]
 
 

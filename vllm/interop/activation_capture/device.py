@@ -20,9 +20,9 @@ from vllm.interop.activation_capture.encoding import (
     Array,
     Encoding,
     index_dtype,
+    orthonormal_basis,
     quantize,
 )
-from vllm.v1.capture.consumers.storage.codecs import orthonormal_basis
 
 _SCALES = 2 * torch.float32.itemsize
 """Bytes of the scale and the zero of a row."""

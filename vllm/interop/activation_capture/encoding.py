@@ -10,12 +10,11 @@ per dimension and `[n, 1]` with one per row; for `topk8` they are always per row
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-
-from vllm.v1.capture.consumers.storage.codecs import orthonormal_basis
 
 Array = np.ndarray[Any, Any]
 
@@ -60,6 +59,20 @@ class Encoding:
             "quant_bits": 8,
             "per_dim_scale": self.is_per_dim,
         }
+
+
+@lru_cache(maxsize=8)
+def orthonormal_basis(width: int, k: int, seed: int) -> Array:
+    """A random `[width, k]` float32 matrix with orthonormal columns.
+
+    It is determined by the arguments: the QR factorization of Gaussian values.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    gaussian = generator.standard_normal((width, k))
+    basis, upper = np.linalg.qr(gaussian)
+    # The signs of the columns are not unique in a QR factorization, so fix them.
+    signed: Array = (basis * np.sign(np.diag(upper))).astype(np.float32)
+    return signed
 
 
 def quantize(values: Array, axis: int) -> tuple[Array, Array, Array]:

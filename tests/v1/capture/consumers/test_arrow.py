@@ -2,7 +2,6 @@
 import errno
 import json
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import datasets
@@ -15,16 +14,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.v1.capture.consumers._drive import deliver, ending_of, rows_of
+from tests.v1.capture.consumers._drive import deliver, rows_of
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
     example_hidden_states_connector as connector,
 )
 from vllm.v1.capture.consumers.arrow import ArrowConsumer
 from vllm.v1.capture.consumers.arrow import rows_of as rows_of_table
-from vllm.v1.capture.consumers.arrow.consumer import _Tables
-from vllm.v1.capture.consumers.storage import files, shards
-from vllm.v1.capture.consumers.storage.files import Workspace
-from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
+from vllm.v1.capture.consumers.storage import files
 from vllm.v1.capture.errors import CaptureValidationError
 
 TAPS = ((0, "pre_attn"), (0, "post_block"), (2, "post_block"))
@@ -208,8 +204,6 @@ def test_a_failing_disk_leaves_no_file(
         ("compression", "gzip"),
         ("shard_max_bytes", -1),
         ("x", 1),
-        ("layout", "sae"),
-        ("context_size", 4),  # without layout=saelens
     ],
 )
 def test_wrong_parameters_name_themselves(
@@ -230,158 +224,11 @@ def test_only_files_of_a_requests_own_are_claimed(
     assert consumer.claimed_places(spec, "cmpl-1", 1) == places
 
 
-CONTEXTS = {"layout": "saelens", "context_size": 4}
-
-
 @pytest.mark.parametrize(
-    ("dtype", "shard_max_bytes"),
-    [(torch.bfloat16, 1 << 20), (torch.float16, 1), (torch.float32, 1 << 20)],
+    ("name", "value"), [("layout", "saelens"), ("context_size", 4)]
 )
-def test_rows_of_many_requests_fill_the_contexts_of_a_data_set(
-    tmp_path: Path,
-    dtype: torch.dtype,
-    shard_max_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
+def test_parameters_of_earlier_versions_are_refused_with_what_to_use(
+    tmp_path: Path, name: str, value: object
 ) -> None:
-    # On a slow machine, the file must not be sealed between two requests.
-    monkeypatch.setattr(shards, "IDLE_SECONDS", 60.0)
-    monkeypatch.setattr(shards, "AGE_SECONDS", 60.0)
-    publish = _Tables.publish
-
-    def late(publisher: Any, request: StoredRequest, workspace: Any) -> None:
-        if request.request_id == "r2":
-            sleep(0.2)  # The consumer is shut down meanwhile.
-        publish(publisher, request, workspace)
-
-    monkeypatch.setattr(_Tables, "publish", late)
-    requests = {  # of 3, 4, 5 and 6 rows
-        f"r{i}": {
-            tap: rows_of(3 + i, 16, 9 * i + n, dtype) for n, tap in enumerate(TAPS)
-        }
-        for i in range(4)
-    }
-    params = {**CONTEXTS, "shard_max_bytes": shard_max_bytes}
-    results = deliver(consumer_at(tmp_path, **params), requests)
-    found = datasets.load_from_disk(str(tmp_path / "default")).with_format("torch")
-    assert len(found) == 4
-    for layer, hook in TAPS:
-        name = {"pre_attn": "hook_resid_pre", "post_block": "hook_resid_post"}[hook]
-        values = found[f"blocks.{layer}.{name}"][:].reshape(-1, 16)
-        rows = {tuple(row.tolist()) for row in values.float()}
-        # Threads write the requests in any order, and two rows are left over.
-        all_rows = torch.cat([one[layer, hook] for one in requests.values()]).float()
-        assert len(rows) == 16 and rows <= {tuple(row.tolist()) for row in all_rows}
-    (lost,) = [one for one in results.values() if one.status != "ok"]
-    assert lost.status == "partial_error" and "2 of " in str(lost.error)
-    assert sorted(found["token_ids"][:].reshape(-1).tolist())[0] == 100
-
-
-class DataSet:
-    """The publisher of a data set, without the threads that call it."""
-
-    def __init__(self, root: Path) -> None:
-        self._workspace = Workspace(root)
-        self._workspace.open()
-        self._publisher = consumer_at(root, **CONTEXTS)._publisher
-        self.rows = [rows_of(6, 16, number, torch.float32) for number in range(2)]
-        """Of each request, one and a half contexts."""
-
-    def add(self, number: int) -> StoredRequest:
-        """Add a request that ends now."""
-        name, rows = f"r{number}", {(0, "pre_attn"): self.rows[number]}
-        request = StoredRequest(name)
-        request.rows.add((0, "pre_attn"), self.rows[number])
-        finalizes = ending_of(name, rows, {}).finalizes
-        request.finalizes.update({one.key: one for one in finalizes})
-        request.ended_at = monotonic()
-        self._publisher.publish(request, self._workspace)
-        return request
-
-    def tick(self, seconds: float, closing: bool = False, running: bool = True) -> int:
-        """Do what is due so long from now; how much it was."""
-        tasks = self._publisher.due(monotonic() + seconds, closing, running)
-        for task in tasks:
-            task()
-        return len(tasks)
-
-
-def payload(request: StoredRequest) -> list[str]:
-    (result,) = request.results.values()
-    return [Path(file).name for file in result.payload]
-
-
-def test_rows_that_fill_no_context_wait_for_the_next_request(tmp_path: Path) -> None:
-    data = DataSet(tmp_path)
-    first = data.add(0)
-    assert data.tick(10) == 1, "a context is full"
-    (file,) = (tmp_path / "default").glob("*.arrow")
-    assert not first.settled.is_set(), "two of its rows are in no file"
-    assert data.tick(20) == 0
-    second = data.add(1)
-    assert data.tick(10) == 1
-    for request in (first, second):
-        assert [one.status for one in request.results.values()] == ["ok"]
-    assert payload(first) == [file.name, *payload(second)]
-    found = datasets.load_from_disk(str(tmp_path / "default")).with_format("torch")
-    values = found["blocks.0.hook_resid_pre"][:].reshape(-1, 16)
-    assert torch.equal(values, torch.cat(data.rows))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "closing", "running"),
-    [(20, False, False), (50, False, True), (20, True, True)],
-    ids=["nothing runs", "it would fail with a timeout", "the server stops"],
-)
-def test_rows_that_fill_no_context_do_not_wait_for_ever(
-    tmp_path: Path, seconds: float, closing: bool, running: bool
-) -> None:
-    data = DataSet(tmp_path)
-    request = data.add(0)
-    assert data.tick(10) == 1 and not request.settled.is_set()
-    assert data.tick(seconds, closing, running) == 1
-    (result,) = request.results.values()
-    assert result.status == "partial_error" and "2 of 6 rows" in str(result.error)
-    assert len(payload(request)) == 1
-    assert data.add(1).failure is None and data.tick(10) == 1, "a new file"
-    assert len(datasets.load_from_disk(str(tmp_path / "default"))) == 2
-
-
-def test_rows_that_wait_fail_with_the_next_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = DataSet(tmp_path)
-    request = data.add(0)
-
-    def fails(*args: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Workspace, "create", fails)
-    assert data.tick(10) == 1
-    (result,) = request.results.values()
-    assert result.status == "error" and "No space" in str(result.error)
-    assert len(datasets.load_from_disk(str(tmp_path / "default"))) == 1
-
-
-def test_rows_that_fill_no_context_are_an_error(tmp_path: Path) -> None:
-    results = deliver(consumer_at(tmp_path, **CONTEXTS), {"r": some(3, torch.float32)})
-    (result,) = results.values()
-    assert result.status == "error" and "context of 4" in str(result.error)
-    assert not list((tmp_path / "default").glob("*.arrow"))
-
-
-def test_one_data_set_has_one_kind_of_columns(tmp_path: Path) -> None:
-    deliver(consumer_at(tmp_path, **CONTEXTS), {"a": some(8, torch.float32)})
-    other = {(1, "mlp_out"): rows_of(8, 16, 9, torch.float32)}
-    results = deliver(consumer_at(tmp_path, **CONTEXTS), {"b": other})
-    (result,) = results.values()
-    assert result.status == "error" and "tag of its own" in str(result.error)
-    more = deliver(consumer_at(tmp_path, **CONTEXTS), {"c": some(4, torch.float32)})
-    assert {one.status for one in more.values()} == {"ok"}
-    assert len(datasets.load_from_disk(str(tmp_path / "default"))) == 3
-
-
-def test_a_data_set_needs_the_size_of_its_contexts(tmp_path: Path) -> None:
-    with pytest.raises(CaptureValidationError, match="context_size=128"):
-        consumer_at(tmp_path, layout="saelens")
-    with pytest.raises(CaptureValidationError, match="has one form"):
-        consumer_at(tmp_path, **CONTEXTS, format="parquet")
+    with pytest.raises(CaptureValidationError, match=f"{name}.*--format saelens"):
+        consumer_at(tmp_path, **{name: value})

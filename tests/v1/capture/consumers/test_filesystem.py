@@ -229,7 +229,7 @@ def test_every_parameter_of_the_contract_is_accepted(tmp_path: Path) -> None:
         ("fd_cache_size", "8"),
         ("default_tag", "../up"),
         ("codec", "jpeg"),
-        ("codec", "rp8:0"),
+        ("codec", "rp8:256"),
         ("global_hooks", [0]),
     ],
 )
@@ -248,7 +248,7 @@ def test_wrong_parameters_name_themselves(
         {"tag": ".incomplete"},
         {"tag": ""},
         {"layout": "tar"},
-        {"codec": "rp8:x"},
+        {"codec": "topk8"},
         {"folder": "x"},
     ],
 )

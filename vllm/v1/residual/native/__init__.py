@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optional native library, built from `csrc/`: row encoders, row copies, programs.
+"""The optional native library, built from `csrc/`: row copies, programs.
 
-Each function has a Python equivalent. That of an encoder or a copy produces the same
-bytes, that of programs rounds sums in another order; tests compare them.
+Each function has a Python equivalent. That of a copy produces the same bytes, that of
+programs rounds sums in another order; tests compare them.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,7 @@ DTYPES = {
     torch.float16: "float16",
     torch.float32: "float32",
 }
-"""The dtypes that the native codecs support; others use the Python codecs."""
-
+"""The dtypes that native programs support."""
 
 Rows: TypeAlias = tuple[int, int]
 """The address of a matrix, and the number of values from one row to the next."""
@@ -35,39 +34,6 @@ NO_ROWS: Rows = (0, 0)
 
 class Library(Protocol):
     """The functions of `csrc/bindings`."""
-
-    def instruction_sets(self) -> list[str]:
-        """The supported instruction sets of this CPU, the widest last."""
-
-    def encode_full8(
-        self,
-        rows: Bytes,
-        dtype: str,
-        num_rows: int,
-        width: int,
-        instructions: str | None = None,
-    ) -> bytes:
-        """Encode rows as full8 records; see `storage/quantize.py`.
-
-        Args:
-            rows: row-major bytes.
-            dtype: a value of `DTYPES`.
-            num_rows: number of rows.
-            width: values per row.
-            instructions: an instruction set; by default the widest.
-
-        """
-
-    def encode_topk8(
-        self,
-        rows: Bytes,
-        dtype: str,
-        num_rows: int,
-        width: int,
-        k: int,
-        instructions: str | None = None,
-    ) -> bytes:
-        """Encode rows as topk8 records, which keep `k` values per row."""
 
     def gather_rows(
         self,
@@ -116,7 +82,7 @@ def library() -> Library | None:
         module = cast(Library, import_module(MODULE))
     except ImportError as error:
         logger.warning(
-            "Captured rows are copied and encoded by Python code, and PyTorch computes "
+            "Captured rows are copied by Python code, and PyTorch computes "
             "interventions on a CPU, because the native library was not built or does "
             "not work here: %s",
             error,

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.capture.consumers.arrow.context_shard import ContextShard
-from vllm.v1.capture.consumers.arrow.params import WHERE, ArrowParams
+from vllm.v1.capture.consumers.arrow.params import ArrowParams
 from vllm.v1.capture.consumers.arrow.readouts import columns_of, is_readout
 from vllm.v1.capture.consumers.arrow.safetensors_file import write_safetensors
 from vllm.v1.capture.consumers.arrow.shard import Form, TableShard
@@ -26,16 +25,12 @@ from vllm.v1.capture.consumers.storage.sink import (
 )
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
-from vllm.v1.capture.errors import CaptureValidationError, fail
+from vllm.v1.capture.errors import fail
 from vllm.v1.capture.selectors import parse_spec, plain
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-_TABLES = (("parquet", "rows"), ("ipc", "rows"))
-"""The combinations of format and layout that are tables."""
 
 
 class ArrowConsumer(StorageSink):
@@ -53,7 +48,6 @@ class ArrowConsumer(StorageSink):
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = ArrowParams.parse(params)
-        _refuse_stages(parsed, vllm_config)
         self._spec = global_spec(
             parsed.global_hooks,
             parsed.global_positions,
@@ -91,16 +85,14 @@ class ArrowConsumer(StorageSink):
 
     def _check_readouts(self, given: Any, where: str) -> None:
         """Refuse readouts if the files have no columns for them."""
-        params = self._params
-        if given is None or (params.format, params.layout) in _TABLES:
-            return
-        form = "layout=saelens" if params.layout == "saelens" else "format=safetensors"
-        raise fail(
-            f"{where}: results of readouts are columns of tables, and this consumer "
-            f"has {form}; use one with format=parquet or ipc, or leave them out",
-            where,
-            given,
-        )
+        if given is not None and self._params.format == "safetensors":
+            raise fail(
+                f"{where}: results of readouts are columns of tables, and this "
+                "consumer has format=safetensors; use one with format=parquet or ipc, "
+                "or leave them out",
+                where,
+                given,
+            )
 
     def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
         """The paths of files with this request only; tables hold several requests."""
@@ -116,7 +108,6 @@ class _Tables:
         self._params = params
         self._tables = default_threads(params.writer_threads)
         self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
-        self._contexts: ShardSet[ContextShard] = ShardSet(params.shard_max_bytes)
 
     def publish(self, request: StoredRequest, workspace: Workspace) -> None:
         """Append the rows of a request to a table, or write a file for it."""
@@ -126,14 +117,6 @@ class _Tables:
             return
         sidecar = finalizes[0].sidecar
         tag, name = place_of(sidecar, self._params.default_tag)
-        if self._params.layout == "saelens":
-            self._contexts.add(
-                # One at a time, so that rows of different requests share contexts.
-                [(tag, 0)],
-                partial(ContextShard, self._params, workspace, tag, finalizes),
-                lambda shard: shard.append(request, name, finalizes),
-            )
-            return
         if self._params.format == "safetensors":
             request.settle(
                 write_safetensors(
@@ -153,18 +136,4 @@ class _Tables:
 
     def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
         """Tasks that seal the tables that are due."""
-        return [
-            *self._shards.due(now, closing, running),
-            *self._contexts.due(now, closing, running),
-        ]
-
-
-def _refuse_stages(params: ArrowParams, config: "VllmConfig | None") -> None:
-    stages = 1 if config is None else config.parallel_config.pipeline_parallel_size
-    if params.layout == "saelens" and stages > 1:
-        raise CaptureValidationError(
-            f"{WHERE}.layout=saelens: the model has {stages} pipeline stages, and an "
-            "entry holds all layers; use layout=rows, or one stage",
-            parameter=f"{WHERE}.layout",
-            value=params.layout,
-        )
+        return self._shards.due(now, closing, running)

@@ -10,13 +10,14 @@ from vllm.v1.capture.consumers.storage.options import Options
 
 ArrowFormat = Literal["parquet", "ipc", "safetensors"]
 FORMATS: tuple[ArrowFormat, ...] = ("parquet", "ipc", "safetensors")
-ArrowLayout = Literal["rows", "saelens"]
-LAYOUTS: tuple[ArrowLayout, ...] = ("rows", "saelens")
 Bfloat16 = Literal["bits", "float32"]
 BFLOAT16: tuple[Bfloat16, ...] = ("bits", "float32")
 COMPRESSIONS = ("none", "zstd", "lz4")
 
 WHERE = "capture_consumers.arrow"
+
+_EARLIER = ("layout", "context_size")
+"""Parameters of earlier versions, which are refused."""
 
 MIB = 1 << 20
 
@@ -30,11 +31,6 @@ class ArrowParams:
     format: ArrowFormat = "parquet"
     """`parquet` or `ipc`: rows of many requests in one table per file.
     `safetensors`: one file per request."""
-    layout: ArrowLayout = "rows"
-    """`rows`: a table row per captured row. `saelens`: a data set of contexts per tag,
-    which SAELens trains from; its files are Arrow IPC streams."""
-    context_size: int | None = None
-    """Rows of a context, for `layout=saelens`."""
     compression: str = "none"
     """Compression of tables: `none`, `zstd` or `lz4`; ignored for `safetensors`."""
     fsync: bool = False
@@ -69,10 +65,18 @@ class ArrowParams:
             CaptureValidationError: names the parameter, the value and the remedy.
 
         """
-        options = Options(WHERE, raw, [field.name for field in fields(cls)])
+        known = [field.name for field in fields(cls)]
+        options = Options(WHERE, raw, [*known, *_EARLIER])
+        for name in _EARLIER:
+            if name in raw:
+                raise options.wrong(
+                    name,
+                    raw[name],
+                    "drop it; SAELens' cached activations are written by "
+                    "`vllm capture --format saelens`",
+                )
         options.root("root", "arrow:root=/data")
         options.choice("format", FORMATS)
-        options.choice("layout", LAYOUTS)
         options.choice("compression", COMPRESSIONS)
         options.choice("bfloat16", BFLOAT16)
         options.boolean("fsync")
@@ -80,28 +84,10 @@ class ArrowParams:
             options.whole(name)
         options.whole("writer_threads", most=64, optional=True)
         options.whole("buffer_bytes", optional=True)
-        options.whole("context_size", optional=True)
         options.seconds("timeout_seconds")
         values = options.values
-        _check_layout(options, raw)
         if "default_tag" in values:
             values["default_tag"] = path_part(
                 values["default_tag"], f"{WHERE}.default_tag"
             )
         return cls(**values)
-
-
-def _check_layout(options: Options, raw: dict[str, Any]) -> None:
-    """Refuse parameters that the layout lacks or cannot use."""
-    size = options.values.get("context_size")
-    if options.values.get("layout", "rows") == "rows":
-        if size is not None:
-            raise options.wrong("context_size", size, "add layout=saelens, or drop it")
-        return
-    if size is None:
-        raise options.wrong("context_size", size, "give for example context_size=128")
-    for name in ("format", "compression", "bfloat16"):
-        if name in raw:
-            raise options.wrong(
-                name, raw[name], "drop it: layout=saelens has one form, float32"
-            )

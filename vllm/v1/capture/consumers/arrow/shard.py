@@ -5,7 +5,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -42,93 +41,6 @@ BATCH_BYTES = 16 << 20
 _ENDINGS = {"parquet": "parquet", "ipc": "arrow"}
 
 
-class ArrowShard(Shard):
-    """An open file in a shared folder, which `_writer` writes batches to."""
-
-    _writer: Any
-
-    def __init__(
-        self,
-        params: ArrowParams,
-        workspace: Workspace,
-        folder: Path,
-        name: str,
-        ending: str,
-    ) -> None:
-        """Open a temporary file.
-
-        Args:
-            params: of the consumer.
-            workspace: the consumer's root.
-            folder: where the file appears when it is complete.
-            name: how its name begins.
-            ending: how it ends, without a dot.
-
-        Raises:
-            OSError: it cannot be written.
-
-        """
-        super().__init__()
-        self._params = params
-        self._workspace = workspace
-        self._place = folder, name, ending
-        self.open_file()
-
-    def open_file(self) -> None:
-        """Open a temporary file, and choose its final name.
-
-        Raises:
-            OSError: it cannot be written.
-
-        """
-        folder, name, ending = self._place
-        # Random, because independent engines may share a directory.
-        self._final = str(folder / f"{name}-{uuid4().hex}.{ending}")
-        self._path, fd = self._workspace.create()
-        self._file = self._opened(fd)
-
-    def _opened(self, fd: int) -> Any:
-        """The file object for Arrow's writer, which owns the descriptor `fd`."""
-        os.close(fd)
-        return pa.OSFile(self._path, "wb")  # Writes without the GIL.
-
-    @contextlib.contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """Drop the file and fail all its requests if the block raises."""
-        try:
-            yield
-        except BaseException:
-            self.sealed = self.written_out = True
-            for request, _ in self._waiting:
-                request.settle_error("the table it shared with others was not written")
-            self._drop()
-            raise
-
-    def _drop(self) -> None:
-        with contextlib.suppress(Exception):
-            self._writer.close()
-        with contextlib.suppress(Exception):
-            self._file.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
-
-    def write_out(self) -> None:
-        """Write the footer, and rename the file to its final name."""
-        try:
-            self._writer.close()
-            self._file.close()
-            if self._params.fsync:
-                fd = os.open(self._path, os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-            publish(self._path, self._final, replace=False, fsync=self._params.fsync)
-        except BaseException:
-            self._drop()
-            raise
-
-
 @dataclass(frozen=True, slots=True)
 class Form:
     """What the columns of a table depend on."""
@@ -139,8 +51,8 @@ class Form:
     """Of readouts."""
 
 
-class TableShard(ArrowShard):
-    """An open table."""
+class TableShard(Shard):
+    """An open table in a shared folder."""
 
     def __init__(
         self,
@@ -150,8 +62,14 @@ class TableShard(ArrowShard):
         sidecar: dict[str, Any],
         form: Form,
     ) -> None:
-        name = f"rows-pp{sidecar['pipeline_parallel_rank']:02d}"
-        folder = workspace.folder(tag)
+        """Open a temporary file.
+
+        Raises:
+            OSError: it cannot be written.
+
+        """
+        super().__init__()
+        self._params = params
         self._columns = form.columns
         widens = params.bfloat16 == "float32"
         self._schema = schema_of(sidecar, widens, form.columns, form.has_rows)
@@ -162,12 +80,19 @@ class TableShard(ArrowShard):
             self._takes_rows = is_stored_as_captured(sidecar["dtype"], kind)
         self._rows: RowFile | None = None
         """Takes the rows as they are; None if they are encoded."""
-        super().__init__(params, workspace, folder, name, _ENDINGS[params.format])
+        name = f"rows-pp{sidecar['pipeline_parallel_rank']:02d}"
+        ending = _ENDINGS[params.format]
+        # Random, because independent engines may share a directory.
+        self._final = str(workspace.folder(tag) / f"{name}-{uuid4().hex}.{ending}")
+        self._path, fd = workspace.create()
+        self._file = self._opened(fd)
         self._writer = self._open_writer()
 
     def _opened(self, fd: int) -> Any:
+        """The file object for Arrow's writer, which owns the descriptor `fd`."""
         if not self._takes_rows:
-            return super()._opened(fd)
+            os.close(fd)
+            return pa.OSFile(self._path, "wb")  # Writes without the GIL.
         self._rows = RowFile(fd)
         return pa.PythonFile(self._rows, "w")
 
@@ -203,7 +128,7 @@ class TableShard(ArrowShard):
 
         The caller holds the lock.
         """
-        with self.abandoned_on_failure():
+        with self._abandoned_on_failure():
             if self._rows is None:
                 self._append_keys(request, name, finalizes)
             else:
@@ -289,6 +214,42 @@ class TableShard(ArrowShard):
             self._writer.write_batch(batch, row_group_size=batch.num_rows)
         else:
             self._writer.write_batch(batch)
+
+    @contextlib.contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        """Drop the file and fail all its requests if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.sealed = self.written_out = True
+            for request, _ in self._waiting:
+                request.settle_error("the table it shared with others was not written")
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        with contextlib.suppress(Exception):
+            self._writer.close()
+        with contextlib.suppress(Exception):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def write_out(self) -> None:
+        """Write the footer, and rename the file to its final name."""
+        try:
+            self._writer.close()
+            self._file.close()
+            if self._params.fsync:
+                fd = os.open(self._path, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+            publish(self._path, self._final, replace=False, fsync=self._params.fsync)
+        except BaseException:
+            self._drop()
+            raise
 
 
 def _grouped(

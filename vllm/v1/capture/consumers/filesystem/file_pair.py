@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder, Raw
+from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder
 from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.types import CaptureFinalize
@@ -49,7 +49,7 @@ class Writing:
 
     def codec_of(self, finalize: CaptureFinalize) -> Codec:
         """The codec of a key."""
-        return Raw() if "readout" in finalize.sidecar else self.codec
+        return Codec() if "readout" in finalize.sidecar else self.codec
 
     def encoder(self, finalize: CaptureFinalize) -> KeyEncoder:
         """Create the encoder of a key."""

@@ -1,75 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs between rows and bytes: raw, lossless compression, or with a stated error.
+"""Codecs between rows and bytes: raw, or compressed without loss.
 
-All codecs work on single rows or on blocks of rows, so that a reader can access a
-position without decoding everything before it. A sidecar holds `describe()`, from which
-`codec_of` creates the codec that decodes the bytes. `KeyEncoder` applies a codec to the
-blocks of a key while they are written.
+Both work on blocks of rows, so that a reader can access a position without decoding
+everything before it. A sidecar holds the description that `KeyEncoder` gives, from
+which `codec_of` creates the codec that decodes the bytes.
 
 The checksum of encoded bytes is CRC32C with the reflected polynomial of RFC 3720,
 section 12.1; its appendix B.4 has test vectors.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, Protocol, cast
 
-import numpy as np
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.consumers.storage.quantize import (
-    decode_full8,
-    dequantize,
-    encode_full8,
-    encode_topk8,
-    topk8_record,
-)
 from vllm.v1.capture.delivery.row_bytes import raw_bytes
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.residual.native import Bytes
 
 logger = init_logger(__name__)
 
-CODECS = ("raw", "zstd", "full8", "rp8", "topk8")
+LOSSY = ("full8", "rp8", "topk8")
+"""Codecs of earlier versions, which are refused."""
 
 BLOCK_BYTES = 4 << 20
 """Approximate size of the blocks of rows that are encoded at once."""
 
 
-class Codec(ABC):
-    """Encodes rows `[rows, width]` of any float dtype."""
-
-    name: ClassVar[str]
-    error: ClassVar[str]
-    """The error of the reconstructed rows, in words."""
-
-    @abstractmethod
-    def encode(self, rows: torch.Tensor) -> Bytes:
-        """Encode a block of rows `[rows, width]`."""
-
-    @abstractmethod
-    def reconstruct(
-        self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Decode bytes from `encode` to rows `[num_rows, width]` of `dtype`."""
-
-    def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """Encoded bytes per row; None if rows of a block are encoded together."""
-        return None
-
-    def describe(self) -> dict[str, Any]:
-        """Name and parameters, from which `codec_of` recreates the codec."""
-        return {"name": self.name}
-
-
-class Raw(Codec):
+class Codec:
     """The row-major bytes of the rows in their own dtype."""
 
-    name = "raw"
-    error = "none: bit for bit"
+    name: ClassVar[str] = "raw"
 
     def encode(self, rows: torch.Tensor) -> Bytes:
         """The bytes, without a copy if the rows are contiguous."""
@@ -86,15 +50,14 @@ class Raw(Codec):
         return torch.frombuffer(own, dtype=dtype).view(num_rows, width)
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """Bytes of a row in memory."""
+        """Encoded bytes per row; None if rows of a block are encoded together."""
         return width * dtype.itemsize
 
 
-class Zstd(Raw):
+class Zstd(Codec):
     """Each block of rows as one zstd frame."""
 
     name = "zstd"
-    error = "none: bit for bit"
 
     def encode(self, rows: torch.Tensor) -> Bytes:
         """Compress a block to one frame."""
@@ -117,151 +80,37 @@ class Zstd(Raw):
         return super().reconstruct(data, num_rows, width, dtype)
 
     def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """None: a frame holds several rows."""
+        """None, because a frame holds several rows."""
         return None
 
 
-class Full8(Codec):
-    """8 bits per value and one scale per row: `[float32 scale][int8 * width]`."""
-
-    name = "full8"
-    error = (
-        "each value by at most 1/254 of the largest magnitude of its row, plus the "
-        "rounding to the dtype; a row with NaN or infinity becomes NaN"
-    )
-
-    def encode(self, rows: torch.Tensor) -> Bytes:
-        """Records of `width + 4` bytes."""
-        return encode_full8(rows)
-
-    def reconstruct(
-        self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Multiply integers by the scale."""
-        return decode_full8(data, num_rows, width, dtype)
-
-    def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """One byte per value, and the scale."""
-        return width + 4
-
-
-class RandomProjection8(Codec):
-    """The coordinates of a row in a random `k`-dimensional subspace, as `full8`.
-
-    The subspace has an orthonormal basis that is generated from the seed. A row is
-    reconstructed as its projection onto the subspace; with `k` equal to the width the
-    only error is that of quantization. For rows that do not depend on the seed,
-    distances and angles between rows keep their order on average.
-    """
-
-    name = "rp8"
-    error = (
-        "the part of the row outside of the subspace, on average a share of "
-        "1 - k/width of its squared length, and full8's error in the subspace"
-    )
-
-    def __init__(self, k: int, seed: int) -> None:
-        self.k, self.seed = k, seed
-
-    def encode(self, rows: torch.Tensor) -> Bytes:
-        """Records of `k + 4` bytes, with `k` limited to the width."""
-        values = rows.to(torch.float32).numpy()
-        basis = orthonormal_basis(values.shape[1], self._k(values.shape[1]), self.seed)
-        return Full8().encode(torch.from_numpy(values @ basis))
-
-    def reconstruct(
-        self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The projection of each row, in the original coordinates."""
-        k = self._k(width)
-        inner = Full8().reconstruct(data, num_rows, k, torch.float32).numpy()
-        basis = orthonormal_basis(width, k, self.seed)
-        return torch.from_numpy(inner @ basis.T).to(dtype)
-
-    def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """One byte per dimension of the subspace, and the scale."""
-        return self._k(width) + 4
-
-    def _k(self, width: int) -> int:
-        return min(self.k, width)
-
-    def describe(self) -> dict[str, Any]:
-        """Name, number of dimensions and seed."""
-        return {"name": self.name, "k": self.k, "seed": self.seed}
-
-
-class TopK8(Codec):
-    """The `k` values of largest magnitude of a row, with their indices.
-
-    A record is `[float32 scale][uint32 index * k][int8 * k]`.
-    """
-
-    name = "topk8"
-    error = (
-        "kept values as with full8; the others become 0 and are no larger than the "
-        "smallest one kept; a row with NaN or infinity becomes NaN where it is kept"
-    )
-
-    def __init__(self, k: int) -> None:
-        self.k = k
-
-    def encode(self, rows: torch.Tensor) -> Bytes:
-        """Records of `5 * k + 4` bytes, with `k` limited to the width."""
-        return encode_topk8(rows, min(self.k, rows.shape[1]))
-
-    def reconstruct(
-        self, data: Bytes, num_rows: int, width: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The kept values at their indices, zero elsewhere."""
-        record = np.frombuffer(
-            data, dtype=topk8_record(min(self.k, width)), count=num_rows
-        )
-        rows = np.zeros((num_rows, width), dtype=np.float32)
-        values = dequantize(record["scale"], record["q"])
-        np.put_along_axis(rows, record["index"].astype(np.int64), values, axis=1)
-        return torch.from_numpy(rows).to(dtype)
-
-    def row_bytes(self, width: int, dtype: torch.dtype) -> int | None:
-        """Four bytes of index and one of value per kept value, and the scale."""
-        return 5 * min(self.k, width) + 4
-
-    def describe(self) -> dict[str, Any]:
-        """Name and number of kept values."""
-        return {"name": self.name, "k": self.k}
+CODECS: dict[str, type[Codec]] = {"raw": Codec, "zstd": Zstd}
 
 
 def parse_codec(text: Any, where: str) -> Codec:
-    """Parse the name of a codec.
+    """Parse the name of a codec, `raw` or `zstd`.
 
     Args:
-        text: `raw`, `zstd`, `full8`, `rp8[:K[:SEED]]` or `topk8[:K]`. The default of
-            `K` is 256 dimensions for `rp8` and 64 values for `topk8`.
+        text: the name.
         where: the parameter's name in messages.
 
     Raises:
-        CaptureValidationError: `text` is none of these.
+        CaptureValidationError: `text` is neither.
 
     """
-    name, *numbers = text.split(":") if isinstance(text, str) else ("",)
-    allowed = {"rp8": 2, "topk8": 1}.get(name, 0)
-    good = name in CODECS and len(numbers) <= allowed
-    if not good or not all(number.isascii() and number.isdigit() for number in numbers):
-        raise CaptureValidationError(
-            f"{where} must be raw, zstd, full8, rp8:K (or rp8:K:SEED) or topk8:K, "
-            "for example rp8:256",
-            parameter=where,
-            value=repr(text),
+    if isinstance(text, str) and text in CODECS:
+        return CODECS[text]()
+    remedy = ""
+    if isinstance(text, str) and text.partition(":")[0] in LOSSY:
+        remedy = (
+            "; files of 8-bit rows are written by the consumer that VLLM_ACT_CAPTURE=1 "
+            "adds"
         )
-    description: dict[str, Any] = {"name": name}
-    for field, number in zip(("k", "seed"), numbers):
-        description[field] = int(number)
-    if description.get("k", 1) < 1 or description.get("seed", 0) >= 1 << 63:
-        raise CaptureValidationError(
-            f"{where}: K must be above 0, and SEED below 2**63",
-            parameter=where,
-            value=repr(text),
-        )
-    return codec_of(description)
+    raise CaptureValidationError(
+        f"{where} must be raw or zstd, which keep every bit{remedy}",
+        parameter=where,
+        value=repr(text),
+    )
 
 
 def codec_of(description: dict[str, Any]) -> Codec:
@@ -272,27 +121,12 @@ def codec_of(description: dict[str, Any]) -> Codec:
 
     """
     name = description["name"]
-    if name == "rp8":
-        return RandomProjection8(description.get("k", 256), description.get("seed", 0))
-    if name == "topk8":
-        return TopK8(description.get("k", 64))
-    simple: dict[str, type[Codec]] = {"raw": Raw, "zstd": Zstd, "full8": Full8}
-    if name not in simple:
-        raise ValueError(f"there is no codec {name!r}; there are {list(CODECS)}")
-    return simple[name]()
-
-
-@lru_cache(maxsize=8)
-def orthonormal_basis(width: int, k: int, seed: int) -> np.ndarray[Any, Any]:
-    """A random `[width, k]` float32 matrix with orthonormal columns.
-
-    It is determined by the arguments: the QR factorization of Gaussian values.
-    """
-    generator = np.random.Generator(np.random.PCG64(seed))
-    gaussian = generator.standard_normal((width, k))
-    basis, upper = np.linalg.qr(gaussian)
-    # The signs of the columns are not unique in a QR factorization, so fix them.
-    return (basis * np.sign(np.diag(upper))).astype(np.float32)
+    if name not in CODECS:
+        raise ValueError(
+            f"there is no codec {name!r}; there are {list(CODECS)}. Read the file with "
+            "the version that wrote it"
+        )
+    return CODECS[name]()
 
 
 class KeyEncoder:
@@ -309,8 +143,7 @@ class KeyEncoder:
 
     def encode(self, blocks: Iterable[torch.Tensor]) -> Iterator[Bytes]:
         """Yield the encoded blocks; `blocks` are rows `[rows, width]`."""
-        plain = self._codec.name == "raw"
-        for block in blocks if plain else joined(blocks, BLOCK_BYTES):
+        for block in blocks if self._fixed else joined(blocks, BLOCK_BYTES):
             data = self._codec.encode(block)
             self.num_bytes += len(data)
             if self.checksum is not None:
@@ -320,11 +153,11 @@ class KeyEncoder:
             yield data
 
     def describe(self) -> dict[str, Any]:
-        """The codec's description, with `blocks` as a list of `[rows, bytes]`.
+        """The codec's name, with `blocks` as a list of `[rows, bytes]`.
 
         `blocks` is missing if all rows have the same encoded size.
         """
-        description = self._codec.describe()
+        description: dict[str, Any] = {"name": self._codec.name}
         if not self._fixed:
             description["blocks"] = self._blocks
         return description
