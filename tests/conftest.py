@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,17 +68,49 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     EarlyAdditions.begun.clear()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests: long ones first.
+@pytest.hookimpl(trylast=True)  # when `-m` and `-k` have chosen
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Order the tests: long ones first, and those that share an engine together.
 
-    Parallel processes then end at about the same time. `make test` gives each process
-    one test after another (`--dist loadgroup`, without groups). That starts some
-    servers twice, and still takes less time than whole files, the longest of which
-    would end last.
+    `make test` gives each process one group after another (`--dist loadgroup`). An
+    engine or a server then starts once, not once in each process, and the processes
+    end at about the same time.
     """
-    items.sort(
-        key=lambda item: (not _is_apart(item), not item.get_closest_marker("e2e"))
-    )
+    shared = {item: name for item in items if (name := _held_open(item))}
+    sizes = Counter(shared.values())
+    if hasattr(config, "workerinput"):
+        # As pytest-xdist 3.8 writes its marks, which pytest 9.2 does not read.
+        for item, name in shared.items():
+            item._id = type(item._id).parse(f"{item.nodeid}@{name}")
+
+    def rank(item: pytest.Item) -> tuple[bool, bool, int, str]:
+        name = shared.get(item, "")
+        is_long = bool(item.get_closest_marker("e2e"))
+        return not _is_apart(item), not is_long, -sizes[name], name
+
+    items.sort(key=rank)
+
+
+def _held_open(item: pytest.Item) -> str | None:
+    """What an end-to-end test shares with others: the first fixture with an end.
+
+    Such as an engine, which is stopped after the last test that uses it; with its
+    parameter, as each value has an engine of its own.
+    """
+    if not isinstance(item, pytest.Function) or not item.get_closest_marker("e2e"):
+        return None
+    chosen = item.callspec.indices if hasattr(item, "callspec") else {}
+    defined = item._fixtureinfo.name2fixturedefs
+    for name in item.fixturenames:  # those of the widest scope first
+        if name not in defined or defined[name][-1].scope == "function":
+            continue
+        fixture = defined[name][-1]
+        is_ours = fixture.baseid.startswith("tests")
+        if is_ours and inspect.isgeneratorfunction(fixture.func):
+            return f"{fixture.baseid}:{name}:{chosen.get(name, 0)}"
+    return None
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
