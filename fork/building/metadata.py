@@ -24,6 +24,9 @@ ENTRY_POINTS = {
         "memory": "vllm.v1.capture.consumers.memory:MemoryConsumer",
         "vllm_lens": "vllm.interop.vllm_lens.consumer:LensConsumer",
     },
+    "vllm.steering_forms": {
+        "reference_fork": "vllm.interop.reference_fork.form:ReferenceForkForm",
+    },
     "inspect_ai": {"clearbox": "vllm.interop.inspect_ai.registry"},
 }
 # PyPI has CUDA builds of these, which break `import transformers` with a CPU torch.

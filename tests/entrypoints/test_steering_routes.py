@@ -22,7 +22,7 @@ from vllm.entrypoints.serve.utils import request_body
 from vllm.entrypoints.serve.utils.json_structure import BodyLimits
 from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend.admission import FIELDS
+from vllm.v1.steering.frontend.admission import request_fields
 from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
 from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND
@@ -429,7 +429,7 @@ def test_a_request_is_checked_against_what_is_set_now(
     frontend = engine_client.steering.frontend
 
     def admitted() -> bool:
-        fields = dict.fromkeys(FIELDS) | {"prefill_steering_vectors": HUGE}
+        fields = dict.fromkeys(request_fields()) | {"prefill_steering_vectors": HUGE}
         params: Any = Namespace(
             max_tokens=4,
             _steering=None,

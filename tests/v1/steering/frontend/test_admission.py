@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend.admission import FIELDS, SteeringAdmission
+from vllm.v1.steering.frontend.admission import SteeringAdmission, request_fields
 from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.spec.parse import MAX_ENTRIES, SteeredModel
@@ -17,6 +17,7 @@ from vllm.v1.steering.spec.parse import MAX_ENTRIES, SteeredModel
 WIDTH = 4
 POINTS = ("pre_attn", "post_attn", "post_block")
 MODEL = SteeredModel({0: POINTS, 1: POINTS}, WIDTH, torch.float16)
+FIELDS = request_fields()
 ONE = [1.0, 2.0, -3.0, 4.0]
 HUGE = [60000.0] * WIDTH  # float16 ends at 65504
 PROMPT = 5
@@ -36,14 +37,13 @@ def admission(**modules: Any) -> SteeringAdmission:
 
 
 def admit(admission: SteeringAdmission, max_tokens: int = 4, **fields: Any) -> Any:
-    names = FIELDS
-    params: Any = SimpleNamespace(**dict.fromkeys(names), max_tokens=max_tokens)
+    params: Any = SimpleNamespace(**dict.fromkeys(FIELDS), max_tokens=max_tokens)
     params._steering = params.conversation_id = None
     params.steering_receipt = False
     for name, value in fields.items():
         setattr(params, name, value)
     admission.admit(params, PROMPT, resumable=False)
-    assert all(getattr(params, name) is None for name in names)
+    assert all(getattr(params, name) is None for name in FIELDS)
     return params._steering
 
 

@@ -11,6 +11,13 @@ from vllm import LLM
 from vllm.v1.engine.async_llm import AsyncLLM
 
 GIVEN = ({"post_block": {0: [1.0]}}, {"pre_attn": {1: [2.0]}}, None)
+CLAMPS = {"post_block": {0: [{"vector": [1.0], "max": 1.0}]}}
+BY_FIELD = {
+    "vectors": GIVEN[0],
+    "prefill_vectors": GIVEN[1],
+    "decode_vectors": None,
+    "clamps": CLAMPS,
+}
 
 
 class Control:
@@ -43,10 +50,12 @@ class AsyncControl(Control):
 def test_an_offline_engine_is_steered(replace: bool) -> None:
     control: Any = Control()
     llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(steering=control))
-    assert LLM.set_steering(llm, *GIVEN, replace=replace) == {"said": "set"}
+    assert LLM.set_steering(llm, *GIVEN, replace=replace, clamps=CLAMPS) == {
+        "said": "set"
+    }
     assert LLM.clear_steering(llm) == {"said": "clear"}
     assert LLM.get_steering(llm) == {"said": "get"}
-    assert control.calls == [(*GIVEN, replace, (None, None, None))]
+    assert control.calls == [(BY_FIELD, replace)]
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -56,14 +65,14 @@ def test_a_serving_engine_is_steered(replace: bool) -> None:
 
     async def use() -> list[dict[str, Any]]:
         return [
-            await AsyncLLM.set_steering(engine, *GIVEN, replace=replace),
+            await AsyncLLM.set_steering(engine, *GIVEN, replace=replace, clamps=CLAMPS),
             await AsyncLLM.clear_steering(engine),
             await AsyncLLM.get_steering(engine),
         ]
 
     said = [answer["said"] for answer in asyncio.run(use())]
     assert said == ["set", "clear", "get"]
-    assert control.calls == [(*GIVEN, replace, (None, None, None))]
+    assert control.calls == [(BY_FIELD, replace)]
 
 
 @pytest.mark.parametrize("engine", [LLM, AsyncLLM])

@@ -145,7 +145,7 @@ def test_changes_of_several_servers_are_made_one_after_another(
     async def change() -> None:
         changes = [
             server.set(
-                {"post_block": {str(layer): [1.0 + n] * WIDTH}}, None, None, False
+                {"vectors": {"post_block": {str(layer): [1.0 + n] * WIDTH}}}, False
             )
             for n, server in enumerate(servers)
             for layer in (0, 1)
@@ -153,7 +153,7 @@ def test_changes_of_several_servers_are_made_one_after_another(
         await asyncio.gather(*changes, *(server.clear() for server in servers[:1]))
         await asyncio.gather(
             *(
-                server.set(None, {hook: {"0": [1.0] * WIDTH}}, None, False)
+                server.set({"prefill_vectors": {hook: {"0": [1.0] * WIDTH}}}, False)
                 for server, hook in zip(
                     servers, ("pre_attn", "post_attn", "post_block"), strict=False
                 )

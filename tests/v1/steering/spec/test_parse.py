@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.interop.reference_fork.clamps import as_entries
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.clamps import as_entries
 from vllm.v1.steering.spec.parse import SteeredModel, by_phase, parse_vectors
 
 WIDTH = 4

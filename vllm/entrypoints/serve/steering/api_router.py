@@ -2,7 +2,8 @@
 """The routes under `/v1/steering`."""
 
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -19,11 +20,11 @@ from vllm.entrypoints.serve.steering.authority import (
 from vllm.entrypoints.serve.utils.json_object import checked_object, flag
 from vllm.entrypoints.serve.utils.json_structure import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
+from vllm.interop.reference_fork import named as gate_vectors
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import UnknownModuleError, fail
-from vllm.v1.steering.frontend.admission import GLOBAL_FIELDS
+from vllm.v1.steering.frontend.admission import set_fields
 from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
-from vllm.v1.steering.frontend.frontend import Clamps
 
 logger = init_logger(__name__)
 
@@ -102,7 +103,7 @@ async def get_dynamic(request: Request) -> JSONResponse:
 @reading.get("/vectors")
 async def get_vectors(request: Request) -> JSONResponse:
     """Names of the vectors that gates of requests may refer to, by kind."""
-    names = _control(request).frontend.gate_vectors().names()
+    names = await gate_vectors.names(_control(request))
     return JSONResponse(
         {"vectors": names, "count": sum(len(own) for own in names.values())}
     )
@@ -113,11 +114,9 @@ async def register_vector(request: Request) -> JSONResponse:
     """Register, or replace, vectors that gates of requests refer to by name."""
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        vectors = control.gate_vectors_to_change()
         name, kind = body.get("name"), body.get("kind")
-        vectors.register(name, kind, body.get("packed"))
-        answer = {"name": name, "kind": kind, "vectors": vectors.names()}
-        return {"status": "ok", **answer}
+        names = await gate_vectors.register(control, name, kind, body.get("packed"))
+        return {"status": "ok", "name": name, "kind": kind, "vectors": names}
 
     return await _change(request, ("name", "kind", "packed"), change)
 
@@ -127,13 +126,10 @@ async def unregister_vector(request: Request) -> JSONResponse:
     """Unregister vectors; requests in flight keep them."""
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        vectors = control.gate_vectors_to_change()
-        try:
-            vectors.unregister(body.get("name"), body.get("kind"))
-        except UnknownModuleError as error:
-            raise HTTPException(HTTPStatus.NOT_FOUND, error.args[0]) from None
-        answer = {"name": body["name"], "kind": body["kind"]}
-        return {"status": "ok", **answer, "vectors": vectors.names()}
+        name, kind = body.get("name"), body.get("kind")
+        with _unknown_is_404():
+            names = await gate_vectors.unregister(control, name, kind)
+        return {"status": "ok", "name": name, "kind": kind, "vectors": names}
 
     return await _change(request, ("name", "kind"), change)
 
@@ -141,13 +137,11 @@ async def unregister_vector(request: Request) -> JSONResponse:
 @mutating.post("/set", openapi_extra=schema.SET)
 async def set_steering(request: Request) -> JSONResponse:
     """Set global vectors, on all ranks or on none."""
-    names = tuple(GLOBAL_FIELDS.values())
+    names = set_fields()
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        base, prefill, decode, *clamps = map(body.get, names)
-        answer = await control.set(
-            base, prefill, decode, flag(body, "replace", fail), Clamps(*clamps)
-        )
+        vectors = {name: body.get(name) for name in names}
+        answer = await control.set(vectors, flag(body, "replace", fail))
         return {**_done(answer["applied"]), **_with_layers(answer)}
 
     return await _change(request, (*names, "replace"), change)
@@ -166,7 +160,7 @@ async def clear_steering(request: Request) -> JSONResponse:
 @mutating.post("/modules/register", openapi_extra=schema.REGISTER)
 async def register_module(request: Request) -> JSONResponse:
     """Register a named module of vectors."""
-    names = tuple(GLOBAL_FIELDS.values())
+    names = set_fields()
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
@@ -185,13 +179,20 @@ async def unregister_module(request: Request) -> JSONResponse:
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
         control.frontend.check_enabled()
-        try:
+        with _unknown_is_404():
             answer = await control.unregister(body.get("name"))
-        except UnknownModuleError as error:
-            raise HTTPException(HTTPStatus.NOT_FOUND, error.args[0]) from None
         return {"status": "ok", **answer}
 
     return await _change(request, ("name",), change)
+
+
+@contextmanager
+def _unknown_is_404() -> Iterator[None]:
+    """Answer 404 if the name to be removed does not exist."""
+    try:
+        yield
+    except UnknownModuleError as error:
+        raise HTTPException(HTTPStatus.NOT_FOUND, error.args[0]) from None
 
 
 def _with_layers(answer: Answer) -> Answer:

@@ -28,7 +28,7 @@ FIELDS = (
     "capture_stream",
     "readouts",
     "stop_when",
-    *steering_admission.FIELDS,
+    *steering_admission.request_fields(),
     "steering_receipt",
     "conversation_id",
 )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from vllm.v1.steering.errors import fail
-from vllm.v1.steering.frontend.gate_vectors import GateVectors
+from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.v1.steering.frontend.forms import Parts, steering_forms
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import (
@@ -22,8 +22,6 @@ from vllm.v1.steering.plan import (
     total,
 )
 from vllm.v1.steering.spec import describe
-from vllm.v1.steering.spec.clamps import as_entries
-from vllm.v1.steering.spec.gates import Gate, parse_gates
 from vllm.v1.steering.spec.limits import (
     check_bank,
     check_operations,
@@ -51,29 +49,22 @@ REQUEST_FIELDS = {
     "base": "steering_vectors",
     "prefill": "prefill_steering_vectors",
     "decode": "decode_steering_vectors",
-    "base_clamps": "steering_clamps",
-    "prefill_clamps": "prefill_steering_clamps",
-    "decode_clamps": "decode_steering_clamps",
 }
-"""Request fields by tier, for vectors and for clamps."""
+"""Request fields of vectors, by tier."""
 
-GLOBAL_FIELDS = {
-    **describe.FIELDS,
-    "base_clamps": "clamps",
-    "prefill_clamps": "prefill_clamps",
-    "decode_clamps": "decode_clamps",
-}
-"""Fields by tier in a change of the global vectors and in a named module."""
+FIELDS = (*REQUEST_FIELDS.values(), "steering_name", "steering_module_ref")
+"""All request fields of steering in our own form."""
 
-_TIER_OF_CLAMPS = {f"{tier}_clamps": tier for tier in describe.FIELDS}
 
-FIELDS = (
-    *REQUEST_FIELDS.values(),
-    "steering_name",
-    "steering_module_ref",
-    "steering",
-)
-"""All request fields of steering."""
+def request_fields() -> tuple[str, ...]:
+    """All request fields of steering, those of other forms included."""
+    return sum((form.request_fields for form in steering_forms()), FIELDS)
+
+
+def set_fields() -> tuple[str, ...]:
+    """The fields of a change of the global vectors, and of a named module."""
+    own = tuple(describe.FIELDS.values())
+    return sum((form.set_fields for form in steering_forms()), own)
 
 
 class SteeringAdmission:
@@ -83,9 +74,9 @@ class SteeringAdmission:
         self.model = model
         self.modules = modules
         self.shared = SharedVectors()
-        self.gate_vectors = GateVectors(model)
-        self.keeps_conversations = True
-        """Whether this front end has all requests of a conversation."""
+        self.alone = True
+        """Whether this front end has all requests of the server."""
+        self._forms = [form(self) for form in steering_forms()]
 
     def admit(self, params: "SamplingParams", num_prompt: int, resumable: bool) -> None:
         """Replace the user's steering fields by resolved vectors, in place.
@@ -100,20 +91,14 @@ class SteeringAdmission:
 
         """
         check_kinds(params)
-        raw = {tier: getattr(params, name) for tier, name in REQUEST_FIELDS.items()}
-        gates, receipt = self._gates(params), self._wants_receipt(params)
-        given = gates or any(getattr(params, name) is not None for name in FIELDS)
-        if not given and not receipt:
+        given = {name: getattr(params, name) for name in request_fields()}
+        receipt = self._wants_receipt(params)
+        is_steered = any(value is not None for value in given.values())
+        if not is_steered and not receipt and params.conversation_id is None:
             return
-        if resumable:
-            name = _first_of(params)
-            raise fail(
-                f"{name}: a session whose prompt comes in parts cannot be steered, as "
-                "its prompt has no end; send the prompt in one piece",
-                name,
-                getattr(params, name),
-            )
-        tiers = packed(self.parse(raw, REQUEST_FIELDS), REQUEST_FIELDS)
+        if resumable and (is_steered or receipt):
+            raise _refused_session(params)
+        tiers = packed(self.parse(given, REQUEST_FIELDS), REQUEST_FIELDS)
         tiers = for_prompt(tiers, num_prompt, "steering_vectors")
         check_positions(tiers, REQUEST_FIELDS, num_prompt, params.max_tokens)
         if tiers:  # A module alone was checked when it was registered.
@@ -122,14 +107,17 @@ class SteeringAdmission:
         if names:
             tiers = self._with_named(names, tiers)
             tiers = for_prompt(tiers, num_prompt, names[0].parameter)
-        if gates:
-            tiers = for_prompt(self._with_gates(gates, tiers), num_prompt, "steering")
+        tiers = self._with_generated(params, tiers, num_prompt)
+        if resumable and tiers:
+            raise _refused_session(params)
         first = _first_of(params)
         check_operations(tiers, self.model.max_operations, first)
         check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
         taken = max((one.bank_bytes for one in self.shared.possible), default=0)
         check_bank(tiers, self.model.bank_bytes - taken, first)
-        for name in FIELDS:
+        for form in self._forms:
+            form.admitted(params)
+        for name in given:
             setattr(params, name, None)
         if receipt:
             tiers = structs.replace(tiers, receipt=True)
@@ -138,8 +126,6 @@ class SteeringAdmission:
             # nor a part in the mean, and could not fire.
             params.skip_reading_prefix_cache = True
         params._steering = tiers if tiers or receipt else None
-        if gates and params.conversation_id is not None:
-            self.gate_vectors.keep(params.conversation_id, gates)
 
     def _wants_receipt(self, params: "SamplingParams") -> bool:
         wants = params.steering_receipt
@@ -147,43 +133,18 @@ class SteeringAdmission:
             raise fail(f"steering_receipt: {reason}", "steering_receipt", wants)
         return wants
 
-    def _gates(self, params: "SamplingParams") -> list[Gate]:
-        """The request's gates, after those that its conversation has kept."""
-        conversation, raw = params.conversation_id, params.steering
-        given = [] if raw is None else parse_gates(raw, self.gate_vectors.resolve)
-        staying = [gate for gate in given if gate.stays]
-        if staying and not (conversation and self.keeps_conversations):
-            raise fail(
-                f"{staying[0].where}.scope: rest_of_conversation needs a "
-                "conversation_id, and a server with a single API server process",
-                f"{staying[0].where}.scope",
-                conversation,
-            )
-        if conversation is None:
-            return given
-        kept = self.gate_vectors.kept(conversation)
-        kept = [one for one in kept if all(one != gate.raw for gate in given)]
-        if not kept:
-            return given
-        where = f"steering kept for the conversation {conversation[:60]!r}"
-        return parse_gates(kept, self.gate_vectors.resolve, where) + given
-
-    def _with_gates(self, gates: Sequence[Gate], tiers: SteeringTiers) -> SteeringTiers:
-        """What a request is steered by, with its gates at generated tokens."""
-        own = total([tiers.base, tiers.decode])
-        for gate in gates:
-            if gate.steer is None and tiers.decode_operations:
-                raise fail(
-                    f"{gate.where}.apply: only additions can be attenuated, and the "
-                    "request has operations at generated tokens; leave one of them out",
-                    f"{gate.where}.apply",
-                    gate.raw["apply"],
-                )
-        for gate in gates:
-            if entries := gate.entries(own):
-                parsed = {"decode": self._parsed(entries, gate.where, False)}
-                tiers = _add(tiers, packed(parsed, REQUEST_FIELDS))
-        check_sums(tiers, self.model.dtype, "steering")
+    def _with_generated(
+        self, params: "SamplingParams", tiers: SteeringTiers, num_prompt: int
+    ) -> SteeringTiers:
+        """The tiers, with what other forms add at the request's generated tokens."""
+        for form in self._forms:
+            for field, written in form.generated(params, tiers).items():
+                for raw, name in written:
+                    parsed = {"decode": self._parsed(raw, name)}
+                    parsed = by_phase(parsed, {"decode": name})
+                    tiers = _add(tiers, packed(parsed, REQUEST_FIELDS))
+                check_sums(tiers, self.model.dtype, field)
+                tiers = for_prompt(tiers, num_prompt, field)
         return tiers
 
     def _with_named(
@@ -201,21 +162,29 @@ class SteeringAdmission:
         return tiers
 
     def parse(
-        self, raw: Mapping[str, Any], names: Mapping[str, str]
+        self, given: Mapping[str, Any], names: Mapping[str, str]
     ) -> dict[str, Parsed]:
-        """Parse and check the tiers that are given, each together with its clamps.
+        """Parse and check the tiers that are given.
 
         Args:
-            raw: by tier and by tier of clamps, what the user wrote, or None.
-            names: by the same keys, the parameter's name in messages.
+            given: by field, what the user wrote, or None.
+            names: our fields of vectors, by tier.
 
         """
+        parts = self._in_our_fields(given)
         parsed: dict[str, Parsed] = {}
-        for key in (key for key in names if raw.get(key) is not None):
-            one = self._parsed(raw[key], names[key], key in _TIER_OF_CLAMPS)
-            tier = _TIER_OF_CLAMPS.get(key, key)
-            parsed[tier] = together(parsed[tier], one) if tier in parsed else one
+        for tier, field in names.items():
+            for raw, name in parts.get(field, ()):
+                one = self._parsed(raw, name)
+                parsed[tier] = together(parsed[tier], one) if tier in parsed else one
         return by_phase(parsed, names)
+
+    def _in_our_fields(self, given: Mapping[str, Any]) -> Parts:
+        """What the user wrote, by the field of ours to which it belongs."""
+        parts = {name: [(raw, name)] for name, raw in given.items() if raw is not None}
+        for form in self._forms:
+            form.translate(parts)
+        return parts
 
     def prepared(self, params: "SamplingParams") -> "SamplingParams":
         """A copy of a request's parameters whose vectors are parsed.
@@ -228,17 +197,19 @@ class SteeringAdmission:
 
         """
         prepared = copy(params)
-        for key, name in REQUEST_FIELDS.items():
-            raw = getattr(params, name)
-            if raw is not None:
-                parsed = self._parsed(raw, name, key in _TIER_OF_CLAMPS)
-                setattr(prepared, name, parsed)
+        for field in request_fields():
+            raw = getattr(params, field)
+            if raw is None:
+                continue
+            parts = self._in_our_fields({field: raw})
+            for written in map(parts.get, REQUEST_FIELDS.values()):
+                for one, name in written or ():
+                    setattr(prepared, field, self._parsed(one, name))
         return prepared
 
-    def _parsed(self, raw: Any, name: str, are_clamps: bool) -> Parsed:
+    def _parsed(self, raw: Any, name: str) -> Parsed:
         if isinstance(raw, Parsed):
             return raw
-        raw = as_entries(raw, name) if are_clamps else raw
         parsed = parse_vectors(raw, self.model, name)
         for one in filter(None, (parsed, parsed.generated)):
             check_work(one, name, self.model)
@@ -257,7 +228,7 @@ class SteeringAdmission:
             SteeringValidationError: their sum at a token is not finite.
 
         """
-        tiers = packed(parsed, GLOBAL_FIELDS, keep_zeros)
+        tiers = packed(parsed, describe.FIELDS, keep_zeros)
         check_sums(tiers, self.model.dtype, "vectors")
         check_operations(tiers, self.model.max_operations, "vectors")
         check_bank(tiers, self.model.bank_bytes, "vectors")
@@ -266,15 +237,15 @@ class SteeringAdmission:
 
     def parse_named(self, raw: Any) -> dict[str, Parsed]:
         """Parse and check `{"vectors", "prefill_vectors", "decode_vectors"}`."""
-        names = {name: tier for tier, name in GLOBAL_FIELDS.items()}
-        if not isinstance(raw, Mapping) or not raw or not raw.keys() <= names.keys():
+        names = set_fields()
+        if not isinstance(raw, Mapping) or not raw or not raw.keys() <= set(names):
             raise fail(
                 f"a set of vectors is an object with the keys {list(names)}, of "
                 "which at least one must be there",
                 "vectors",
                 sorted(map(str, raw)) if isinstance(raw, Mapping) else raw,
             )
-        return self.parse({names[k]: v for k, v in raw.items()}, GLOBAL_FIELDS)
+        return self.parse(raw, describe.FIELDS)
 
 
 def check_kinds(params: "SamplingParams") -> None:
@@ -293,9 +264,20 @@ def check_kinds(params: "SamplingParams") -> None:
         raise fail("conversation_id must be text", "conversation_id", conversation)
 
 
+def _refused_session(params: "SamplingParams") -> SteeringValidationError:
+    """The error of a steered request whose prompt comes in parts."""
+    name = _first_of(params)
+    return fail(
+        f"{name}: a session whose prompt comes in parts cannot be steered, as its "
+        "prompt has no end; send the prompt in one piece",
+        name,
+        getattr(params, name),
+    )
+
+
 def _first_of(params: "SamplingParams") -> str:
     """The first field that steers a request, for messages."""
-    given = (name for name in FIELDS if getattr(params, name) is not None)
+    given = (name for name in request_fields() if getattr(params, name) is not None)
     other = "steering_receipt" if params.steering_receipt else "conversation_id"
     return next(given, other)
 

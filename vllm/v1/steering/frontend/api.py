@@ -3,8 +3,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.steering.frontend.frontend import Clamps
-
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -16,10 +14,8 @@ def set_steering(
     prefill_vectors: Any = None,
     decode_vectors: Any = None,
     *,
-    clamps: Any = None,
-    prefill_clamps: Any = None,
-    decode_clamps: Any = None,
     replace: bool = False,
+    **other: Any,
 ) -> dict[str, Any]:
     """Set the global vectors, which steer every request in addition to its own.
 
@@ -33,12 +29,9 @@ def set_steering(
             or is an object with more keys, see `docs/steering/vectors.md`.
         prefill_vectors: vectors added for prompt tokens only.
         decode_vectors: vectors added for generated tokens only.
-        clamps: clamps for all tokens, `{hook: {layer: [{"vector", "min"?, "max"?},
-            ...]}}`.
-        prefill_clamps: clamps for prompt tokens only.
-        decode_clamps: clamps for generated tokens only.
         replace: whether everything set before is dropped. Otherwise only what was set
             at the same hook points is replaced.
+        other: fields of other systems' forms, such as `clamps`.
 
     Returns:
         The global vectors now in force, in the form of `get_steering`.
@@ -50,14 +43,8 @@ def set_steering(
         SteeringChangeError: a rank failed to apply the change; nothing has changed.
 
     """
-    control = self.llm_engine.steering
-    return control.set(
-        vectors,
-        prefill_vectors,
-        decode_vectors,
-        replace,
-        Clamps(clamps, prefill_clamps, decode_clamps),
-    )
+    raw = _by_field(vectors, prefill_vectors, decode_vectors, other)
+    return self.llm_engine.steering.set(raw, replace)
 
 
 def clear_steering(self: "LLM") -> dict[str, Any]:
@@ -79,20 +66,19 @@ async def async_set_steering(
     prefill_vectors: Any = None,
     decode_vectors: Any = None,
     *,
-    clamps: Any = None,
-    prefill_clamps: Any = None,
-    decode_clamps: Any = None,
     replace: bool = False,
+    **other: Any,
 ) -> dict[str, Any]:
     """Set the global vectors; arguments, result and errors are those of `LLM`."""
-    control = self.steering
-    return await control.set(
-        vectors,
-        prefill_vectors,
-        decode_vectors,
-        replace,
-        Clamps(clamps, prefill_clamps, decode_clamps),
-    )
+    raw = _by_field(vectors, prefill_vectors, decode_vectors, other)
+    return await self.steering.set(raw, replace)
+
+
+def _by_field(
+    vectors: Any, prefill: Any, decode: Any, other: dict[str, Any]
+) -> dict[str, Any]:
+    own = {"vectors": vectors, "prefill_vectors": prefill, "decode_vectors": decode}
+    return {**own, **other}
 
 
 async def async_clear_steering(self: "AsyncLLM") -> dict[str, Any]:

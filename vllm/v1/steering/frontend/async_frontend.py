@@ -7,7 +7,7 @@ end that is the only one knows both without asking.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,19 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.sampling_params import SamplingParams
 from vllm.v1.residual.bounds import count_values
 from vllm.v1.steering.core.refusals import refusal_in
-from vllm.v1.steering.errors import fail
-from vllm.v1.steering.frontend.admission import FIELDS, REQUEST_FIELDS
+from vllm.v1.steering.frontend.admission import REQUEST_FIELDS, request_fields
 from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.frontend.frontend import (
     CLEARED,
-    NO_CLAMPS,
     Change,
-    Clamps,
     NoSteering,
     SteeringFrontend,
     open_frontend,
 )
-from vllm.v1.steering.frontend.gate_vectors import GateVectors
 from vllm.v1.steering.frontend.name_sync import FollowedNames
 
 if TYPE_CHECKING:
@@ -81,32 +77,18 @@ class AsyncSteeringControl:
         """
         if not isinstance(params, SamplingParams):
             return params
-        named = params.steering_name, params.steering_module_ref
-        if self._names is not None and named != (None, None):
+        given = {name: getattr(params, name) for name in request_fields()}
+        may_name = given.keys() - set(REQUEST_FIELDS.values())
+        if self._names is not None and any(given[one] is not None for one in may_name):
             await self._names.refresh()
-        given = [getattr(params, name) for name in REQUEST_FIELDS.values()]
-        frontend = self.frontend
-        if not isinstance(frontend, SteeringFrontend) or not _is_large(given):
+        frontend, values = self.frontend, list(given.values())
+        if not isinstance(frontend, SteeringFrontend) or not _is_large(values):
             return params
         return await _beside(frontend.admission.prepared, params)
 
-    async def set(
-        self,
-        vectors: Any,
-        prefill_vectors: Any,
-        decode_vectors: Any,
-        replace: bool,
-        clamps: Clamps = NO_CLAMPS,
-    ) -> dict[str, Any]:
-        """Change the global vectors on every rank, or on none."""
-        change = await _beside(
-            self.frontend.change,
-            vectors,
-            prefill_vectors,
-            decode_vectors,
-            replace,
-            clamps,
-        )
+    async def set(self, raw: Mapping[str, Any], replace: bool) -> dict[str, Any]:
+        """Change the global vectors, given by field, on every rank or on none."""
+        change = await _beside(self.frontend.change, raw, replace)
         state = await self._change(change, replace)
         return {**state, "applied": change.applied}
 
@@ -148,24 +130,6 @@ class AsyncSteeringControl:
             await self._names.register(name, module, replace)
         return description
 
-    def gate_vectors_to_change(self) -> GateVectors:
-        """The vectors that gates name, to be changed in this process.
-
-        Raises:
-            SteeringValidationError: the engine does not steer, or other API servers
-                would not know of the change.
-
-        """
-        vectors = self.frontend.gate_vectors()
-        if self._names is not None:
-            raise fail(
-                "name: with several API server processes the vectors of gates cannot "
-                "be named; send them inline, or start one process",
-                "name",
-                None,
-            )
-        return vectors
-
     async def unregister(self, name: Any) -> dict[str, Any]:
         """Unregister a named module; returns `{"name": name}`."""
         if self._names is None:
@@ -175,10 +139,15 @@ class AsyncSteeringControl:
 
     async def describe_modules(self) -> dict[str, Any]:
         """The named modules with the norms of their vectors."""
+        await self.module_names()
+        return self.frontend.describe_modules()
+
+    async def module_names(self) -> list[str]:
+        """The names of all modules, those registered through other servers included."""
         self.frontend.check_enabled()
         if self._names is not None:
             await self._names.refresh()
-        return self.frontend.describe_modules()
+        return self.frontend.module_names()
 
 
 def _is_large(given: list[Any]) -> bool:
@@ -214,5 +183,5 @@ async def raise_refusal(
     """
     await engine.abort(request_id, internal=True)  # Other samples may be in flight.
     engine.capture.refused(output)
-    given = (name for name in FIELDS if getattr(params, name) is not None)
+    given = (name for name in request_fields() if getattr(params, name) is not None)
     raise refusal_in(output, next(given, "steering_vectors"))

@@ -2,6 +2,7 @@
 """Steering in the front end: admission of requests and changes of global vectors."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.readouts.engine_args import check_places
@@ -9,13 +10,12 @@ from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.errors import as_refused, fail
 from vllm.v1.steering.frontend.admission import (
-    FIELDS,
-    GLOBAL_FIELDS,
     SteeringAdmission,
     check_kinds,
+    request_fields,
+    set_fields,
 )
 from vllm.v1.steering.frontend.early_files import about_module
-from vllm.v1.steering.frontend.gate_vectors import GateVectors
 from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
 from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.global_vectors import SharedVectors
@@ -45,17 +45,6 @@ DISABLED = (
 )
 
 
-class Clamps(NamedTuple):
-    """The clamps of a change, by tier."""
-
-    base_clamps: Any = None
-    prefill_clamps: Any = None
-    decode_clamps: Any = None
-
-
-NO_CLAMPS = Clamps()
-
-
 class Change(NamedTuple):
     """A checked change of the global vectors."""
 
@@ -81,23 +70,16 @@ class NoSteering:
 
         """
         check_kinds(params)
-        for name in FIELDS:
+        for name in request_fields():
             value = getattr(params, name)
             if value is not None:
                 raise fail(f"{name}: {DISABLED}", name, value)
         if params.steering_receipt:
             raise fail(f"steering_receipt: {DISABLED}", "steering_receipt", True)
 
-    def change(
-        self,
-        vectors: Any,
-        prefill_vectors: Any,
-        decode_vectors: Any,
-        replace: bool,
-        clamps: Clamps = NO_CLAMPS,
-    ) -> Change:
+    def change(self, raw: Mapping[str, Any], replace: bool) -> Change:
         """Refuse."""
-        raise fail(f"vectors: {DISABLED}", "vectors", vectors)
+        raise fail(f"vectors: {DISABLED}", "vectors", raw.get("vectors"))
 
     def check_enabled(self) -> None:
         """Refuse."""
@@ -107,13 +89,13 @@ class NoSteering:
         """The layers with their hook points."""
         return {}
 
-    def gate_vectors(self) -> GateVectors:
-        """Refuse."""
-        raise fail(f"steering: {DISABLED}", "enable_steering", False)
-
     def describe_modules(self) -> dict[str, Any]:
         """The named sets with the norms of their vectors."""
         return {}
+
+    def module_names(self) -> list[str]:
+        """The names of all modules."""
+        return []
 
     def register(
         self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
@@ -154,7 +136,7 @@ class SteeringFrontend(NoSteering):
         self.admission = SteeringAdmission(model, self.modules)
         self.shared = self.admission.shared
         servers = vllm_config.parallel_config._api_process_count
-        self.admission.keeps_conversations = servers == 1
+        self.admission.alone = servers == 1
         self.identity = identity_of(vllm_config)
         check_places(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
@@ -179,35 +161,22 @@ class SteeringFrontend(NoSteering):
         """
         self.admission.admit(params, num_prompt, resumable)
 
-    def change(
-        self,
-        vectors: Any,
-        prefill_vectors: Any,
-        decode_vectors: Any,
-        replace: bool,
-        clamps: Clamps = NO_CLAMPS,
-    ) -> Change:
-        """Check a change of the global vectors."""
-        raw = {"base": vectors, "prefill": prefill_vectors, "decode": decode_vectors}
-        raw |= clamps._asdict()
+    def change(self, raw: Mapping[str, Any], replace: bool) -> Change:
+        """Check a change of the global vectors, given by field."""
         if all(value is None for value in raw.values()):
             raise fail(
-                f"give at least one of {list(GLOBAL_FIELDS.values())}; to remove all "
-                "vectors clear them",
+                f"give at least one of {list(set_fields())}; to remove all vectors "
+                "clear them",
                 "vectors",
                 None,
             )
-        parsed = self.admission.parse(raw, GLOBAL_FIELDS)
+        parsed = self.admission.parse_named(raw)
         tiers = self.admission.checked(parsed, keep_zeros=not replace)
         check_no_whole_prompt(tiers)
         return Change(tiers, describe_applied(parsed))
 
     def check_enabled(self) -> None:
         """Do nothing, because this engine steers."""
-
-    def gate_vectors(self) -> GateVectors:
-        """The vectors that gates of requests name."""
-        return self.admission.gate_vectors
 
     def describe_model(self) -> dict[str, Any]:
         """The layers with their hook points."""
@@ -227,6 +196,10 @@ class SteeringFrontend(NoSteering):
             name: {**describe(one.tiers), "metadata": one.provenance.facts()}
             for name, one in self.modules.all().items()
         }
+
+    def module_names(self) -> list[str]:
+        """The names of all modules."""
+        return list(self.modules.all())
 
     def register(
         self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
@@ -289,18 +262,9 @@ class SteeringControl:
         found: dict[str, Any] = call_engine(self._core, method, *args)
         return found
 
-    def set(
-        self,
-        vectors: Any,
-        prefill_vectors: Any,
-        decode_vectors: Any,
-        replace: bool,
-        clamps: Clamps = NO_CLAMPS,
-    ) -> dict[str, Any]:
-        """Change the global vectors on every rank, or on none."""
-        change = self.frontend.change(
-            vectors, prefill_vectors, decode_vectors, replace, clamps
-        )
+    def set(self, raw: Mapping[str, Any], replace: bool) -> dict[str, Any]:
+        """Change the global vectors, given by field, on every rank or on none."""
+        change = self.frontend.change(raw, replace)
         state = self._change(change, replace)
         return {**state, "applied": change.applied}
 

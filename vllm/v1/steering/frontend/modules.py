@@ -23,6 +23,23 @@ class Module(NamedTuple):
     provenance: Provenance
 
 
+def check_name(name: Any, most: int = MAX_NAME) -> None:
+    """Refuse what is no printable name of at most so many characters.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    valid = isinstance(name, str) and name.isprintable() and name.strip() == name
+    if not valid or not 0 < len(name) <= most:
+        raise fail(
+            f"name must be printable text of 1 to {most} characters, without blanks "
+            "around it",
+            "name",
+            name,
+        )
+
+
 class SteeringModules:
     """The named modules of this front end; safe to use from any thread."""
 
@@ -73,14 +90,7 @@ class SteeringModules:
             SteeringValidationError: naming the parameter, the value and the remedy.
 
         """
-        valid = isinstance(name, str) and name.isprintable() and name.strip() == name
-        if not valid or not 0 < len(name) <= MAX_NAME:
-            raise fail(
-                f"name must be printable text of 1 to {MAX_NAME} characters, without "
-                "blanks around it",
-                "name",
-                name,
-            )
+        check_name(name)
         if name in self._modules and not replace:
             raise fail(
                 f"name: a steering module {name!r} exists; unregister it first, "

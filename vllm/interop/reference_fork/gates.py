@@ -22,7 +22,7 @@ SCOPES = ("this_token", "next_step", "rest_of_request", "rest_of_conversation")
 
 Layers = Mapping[str, Mapping[Any, Any]]
 """`{hook: {layer: entry}}`."""
-Resolve = Callable[[str, str, str], Layers]
+Resolve = Callable[[str, Any, str], Layers]
 """`resolve(kind, name, where)`: the registered vectors of a name."""
 Entries = dict[str, dict[str, list[dict[str, Any]]]]
 """As `decode_steering_vectors`."""
@@ -39,11 +39,6 @@ class Gate(NamedTuple):
     """What its vectors are multiplied by."""
     steer: Layers | None
     """None if it damps the request's own steering instead of adding."""
-
-    @property
-    def stays(self) -> bool:
-        """Whether it acts in later requests of the conversation."""
-        return bool(self.raw["scope"] == "rest_of_conversation")
 
     def entries(self, own: Mapping[Tap, Vector]) -> Entries:
         """What it adds at generated tokens.

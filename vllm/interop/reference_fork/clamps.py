@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clamps in fields of their own, a form that an earlier public fork uses.
+"""Clamps in fields of their own become entries whose operation is `clamp`.
 
 `{hook: {layer: [{"vector", "min"?, "max"?, "value"?, "strength"?}, ...]}}`, or for a
 hook the packed form `{"dtype", "shape", "layer_indices", "data", "bounds",
 "strengths"?}`: a row, a pair of bounds (None: no bound) and a strength for each clamp;
-layers may repeat. They become entries whose operation is `clamp`.
+layers may repeat.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import as_list
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.packing import unpack_array
+from vllm.v1.steering.spec.parse import Parsed
 
 PACKED_KEYS = ("dtype", "shape", "layer_indices", "data", "bounds", "strengths")
 MAX_CLAMPS = 4096
@@ -25,13 +26,15 @@ def as_entries(raw: Any, where: str) -> Any:
     """Convert clamps to entries.
 
     Args:
-        raw: as the user wrote it.
+        raw: as the user wrote it; what is parsed already is returned as it is.
         where: the parameter's name in messages.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
+    if isinstance(raw, Parsed):
+        return raw
     if not isinstance(raw, Mapping) or not raw:
         raise fail(
             f"{where} must map at least one hook point to clamps by layer, for example "

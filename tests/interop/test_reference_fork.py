@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The field `steering`: gates of an earlier fork become entries with `when`."""
+"""Forms of an earlier fork: gates become entries with `when`, and clamps operations."""
 
+import asyncio
 import base64
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.v1.steering._ranks import Client, Core, control
 from tests.v1.steering.frontend.test_admission import admission, admit
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.interop.reference_fork import named as gate_vectors
 from vllm.v1.steering.errors import SteeringValidationError, UnknownModuleError
 from vllm.v1.steering.plan import SteeringTiers
 
@@ -87,37 +90,69 @@ def test_attenuation_takes_off_a_part_of_what_the_request_adds() -> None:
 
 
 def test_names_are_those_of_their_kind() -> None:
-    made = admission()
-    made.gate_vectors.register("calm", "steer", packed(STEER, layer=1))
-    made.gate_vectors.register("anger", "probe", packed(PROBE))
-    assert made.gate_vectors.names() == {"probe": ["anger"], "steer": ["calm"]}
+    one, other = (control(client, several=True) for client in [Client(Core())] * 2)
+    run = asyncio.run
+    run(gate_vectors.register(one, "calm", "steer", packed(STEER, layer=1)))
+    names = run(gate_vectors.register(other, "anger", "probe", packed(PROBE)))
+    assert names == {"probe": ["anger"], "steer": ["calm"]}
     by_name = gate(
         WHEN | {"probe": named("anger")}, apply=ADD | {"steer": named("calm")}
     )
-    assert admit(made, steering=[by_name]) == admit(made, steering=[gate()])
-    with pytest.raises(SteeringValidationError, match="no steer vector is named"):
-        admit(made, steering=[gate(apply=ADD | {"steer": named("anger")})])
-    made.gate_vectors.unregister("calm", "steer")
+    for server in (one, other):
+        assert run(gate_vectors.names(server)) == names
+        made: Any = server.frontend
+        expected = admit(made.admission, steering=[gate()])
+        assert admit(made.admission, steering=[by_name]) == expected
+        with pytest.raises(SteeringValidationError, match="no steer vector is named"):
+            wrong = gate(apply=ADD | {"steer": named("anger")})
+            admit(made.admission, steering=[wrong])
+    run(gate_vectors.unregister(one, "calm", "steer"))
     with pytest.raises(UnknownModuleError):
-        made.gate_vectors.unregister("calm", "steer")
+        run(gate_vectors.unregister(other, "calm", "steer"))
     with pytest.raises(SteeringValidationError, match="name must be"):
-        made.gate_vectors.unregister(None, "steer")
-    for bad in (packed([PROBE, STEER]), packed([1.0, 2.0]), {}):
-        with pytest.raises(SteeringValidationError):
-            made.gate_vectors.register("two", "probe", bad)
+        run(gate_vectors.unregister(one, None, "steer"))
+    other_op = packed(PROBE)
+    other_op["post_attn"]["op"] = "project_out"
+    for bad in (packed([PROBE, STEER]), packed([1.0, 2.0]), {}, other_op):
+        with pytest.raises(SteeringValidationError) as refused:
+            run(gate_vectors.register(one, "two", "probe", bad))
+        assert refused.value.parameter.startswith("packed")
 
 
 def test_a_conversation_keeps_what_stays() -> None:
-    made = admission()
-    made.gate_vectors.register("calm", "steer", packed(STEER, layer=1))
+    server = control(Client(Core()))
+    made: Any = server.frontend
+    run, name = asyncio.run, ("calm", "steer")
+    run(gate_vectors.register(server, *name, packed(STEER, layer=1)))
     stays = gate(ALWAYS, "rest_of_conversation", ADD | {"steer": named("calm")})
-    first = admit(made, steering=[stays], conversation_id="a")
-    assert admit(made, conversation_id="a") == first
-    assert admit(made, steering=[stays], conversation_id="a") == first
-    assert admit(made, conversation_id="b") is None
-    made.gate_vectors.unregister("calm", "steer")
+    refused = {"steering_vectors": {"post_attn": {0: [3e38] * 4, 1: [3e38] * 4}}}
+    with pytest.raises(SteeringValidationError, match="finite"):
+        always = gate(ALWAYS, apply=ADD | {"steer": inline([3e38] * 4, layer=1)})
+        admit(made.admission, **refused, steering=[stays, always], conversation_id="a")
+    assert admit(made.admission, conversation_id="a") is None, "it was refused"
+    first = admit(made.admission, steering=[stays], conversation_id="a")
+    assert admit(made.admission, conversation_id="a") == first
+    assert admit(made.admission, steering=[stays], conversation_id="a") == first
+    assert admit(made.admission, conversation_id="b") is None
+    run(gate_vectors.unregister(server, *name))
     with pytest.raises(SteeringValidationError, match=r"kept for the conversation"):
-        admit(made, conversation_id="a")
+        admit(made.admission, conversation_id="a")
+
+
+def test_named_vectors_of_generated_tokens_act_there() -> None:
+    vector = {"vector": STEER.tolist(), "positions": "all_generated"}
+    tiers = admit(admission(), steering=[gate(ALWAYS, "rest_of_request")])
+    entry = {"post_attn": {1: [vector, {**vector, "scale": 2}]}}
+    assert added(admit(admission(), steering_vectors=entry)) == added(tiers)
+
+
+def test_clamps_of_a_request_come_after_its_entries() -> None:
+    clamp = {"vector": PROBE.tolist(), "max": 1.0}
+    entry = {"post_attn": {0: [{**clamp, "max": 2.0, "op": "clamp"}]}}
+    clamps = {"post_attn": {0: [clamp]}}
+    tiers = admit(admission(), steering_vectors=entry, steering_clamps=clamps)
+    assert tiers.base is not None
+    assert [one.high for one in tiers.base.operations] == [2.0, 1.0]
 
 
 @pytest.mark.parametrize(
