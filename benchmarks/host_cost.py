@@ -38,7 +38,7 @@ from benchmarks.harness.host_memory import NAME as HOST_MEMORY  # noqa: E402
 from benchmarks.harness.host_memory import plug_in  # noqa: E402
 from benchmarks.harness.worker_alone import WorkerAlone, thread_seconds, view_of  # noqa: E402
 from vllm.v1.capture.memory import row_copy  # noqa: E402
-from vllm.v1.capture.plan import OPEN_END  # noqa: E402
+from vllm.v1.residual.spans import OPEN_END  # noqa: E402
 from vllm.v1.residual.tap import Tap  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"

@@ -41,7 +41,6 @@ IGNORED_NAMES = [
     "spec_touches_prompt",
     "load_module",
     "crc32c_reference",  # tests check other code with these
-    "ranges_of",
     "hang",
     "unaccounted",
     "vocabulary",

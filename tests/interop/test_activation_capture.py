@@ -27,8 +27,8 @@ from vllm.interop.activation_capture.encoding import (
 from vllm.interop.activation_capture.variables import consumer_of
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.foreign_variables import consumers_of_variables
-from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.worker import offload
+from vllm.v1.residual.spans import OPEN_END
 
 ENGINE = {
     "max_model_len": 128,

@@ -3,8 +3,9 @@
 
 from hypothesis import strategies as st
 
-from vllm.v1.capture.plan import OPEN_END, CapturePlan, Ranges, group_taps, ranges_of
+from vllm.v1.capture.plan import CapturePlan, group_taps
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
+from vllm.v1.residual.spans import OPEN_END, Spans, spans_of
 from vllm.v1.residual.tap import Tap
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
@@ -32,7 +33,7 @@ def taps(num_layers: int = 3) -> st.SearchStrategy[Tap]:
     return st.tuples(st.integers(0, num_layers - 1), st.sampled_from(HOOKS))
 
 
-def ranges(num_prompt_tokens: int, end: int) -> st.SearchStrategy[Ranges]:
+def ranges(num_prompt_tokens: int, end: int) -> st.SearchStrategy[Spans]:
     """Random position ranges of a request."""
     prompt = num_prompt_tokens
     named = st.sampled_from(
@@ -43,13 +44,13 @@ def ranges(num_prompt_tokens: int, end: int) -> st.SearchStrategy[Ranges]:
             ((0, OPEN_END),),
         ]
     )
-    listed = st.sets(st.integers(0, max(end - 1, 0)), min_size=1).map(ranges_of)
+    listed = st.sets(st.integers(0, max(end - 1, 0)), min_size=1).map(spans_of)
     return named | listed
 
 
 def wanted(
     num_prompt_tokens: int, end: int
-) -> st.SearchStrategy[dict[str, dict[Tap, Ranges]]]:
+) -> st.SearchStrategy[dict[str, dict[Tap, Spans]]]:
     """Random ranges of up to three instances, per tap."""
     specs = st.tuples(
         st.sets(taps(), min_size=1, max_size=4), ranges(num_prompt_tokens, end)
@@ -57,7 +58,7 @@ def wanted(
     return st.dictionaries(st.sampled_from("abc"), specs, min_size=1, max_size=3)
 
 
-def plan_for(want: dict[str, dict[Tap, Ranges]], num_prompt_tokens: int) -> CapturePlan:
+def plan_for(want: dict[str, dict[Tap, Spans]], num_prompt_tokens: int) -> CapturePlan:
     return CapturePlan(
         client_request_id="client",
         num_prompt_tokens=num_prompt_tokens,
@@ -66,6 +67,6 @@ def plan_for(want: dict[str, dict[Tap, Ranges]], num_prompt_tokens: int) -> Capt
     )
 
 
-def positions(ranges_: Ranges, end: int) -> list[int]:
+def positions(ranges_: Spans, end: int) -> list[int]:
     """The positions below `end` in `ranges_`, found by testing each."""
     return [p for p in range(end) if any(a <= p < b for a, b in ranges_)]

@@ -4,14 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import plan_for, positions, wanted
-from vllm.v1.capture.plan import (
-    OPEN_END,
-    CapturePlan,
-    group_taps,
-    overlap,
-    ranges_of,
-    union,
-)
+from vllm.v1.capture.plan import CapturePlan, group_taps
+from vllm.v1.residual.spans import OPEN_END, merged, overlap, spans_of
 
 END = 24
 sets = st.sets(st.integers(0, END - 1))
@@ -25,19 +19,19 @@ def is_normal(ranges: tuple[tuple[int, int], ...]) -> bool:
 
 @given(sets)
 def test_ranges_cover_exactly_the_positions(wanted_positions: set[int]) -> None:
-    ranges = ranges_of(wanted_positions)
+    ranges = spans_of(wanted_positions)
     assert positions(ranges, END) == sorted(wanted_positions)
     assert is_normal(ranges)
 
 
 @given(st.lists(st.integers(0, END - 1)))
 def test_order_and_repetition_of_positions_do_not_matter(listed: list[int]) -> None:
-    assert ranges_of(listed) == ranges_of(set(listed))
+    assert spans_of(listed) == spans_of(set(listed))
 
 
 @given(st.lists(sets, max_size=4))
 def test_a_union_covers_what_any_part_covers(parts: list[set[int]]) -> None:
-    joined = union(ranges_of(part) for part in parts)
+    joined = merged(span for part in parts for span in spans_of(part))
     assert positions(joined, END) == sorted(set().union(*parts))
     assert is_normal(joined)
 
@@ -45,7 +39,7 @@ def test_a_union_covers_what_any_part_covers(parts: list[set[int]]) -> None:
 @given(sets, st.integers(0, END), st.integers(0, END))
 def test_an_overlap_is_the_part_within(part: set[int], a: int, b: int) -> None:
     start, stop = sorted((a, b))
-    found = overlap(ranges_of(part), start, stop)
+    found = overlap(spans_of(part), start, stop)
     covered = [p for first, last in found for p in range(first, last)]
     assert covered == sorted(p for p in part if start <= p < stop)
 
@@ -63,7 +57,9 @@ def test_groups_read_each_tap_once_for_exactly_its_readers(want: dict) -> None:
     for group in groups:
         for reader in group.readers:
             again[reader.instance] |= dict.fromkeys(group.taps, reader.ranges)
-        assert group.ranges == union(reader.ranges for reader in group.readers)
+        assert group.ranges == merged(
+            span for reader in group.readers for span in reader.ranges
+        )
     assert again == want
 
 

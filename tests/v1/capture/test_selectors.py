@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import HOOKS, context, positions
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.plan import LAST_ROW, OPEN_END
 from vllm.v1.capture.selectors import parse_spec, resolve_positions
 from vllm.v1.capture.types import CaptureSpec, captured_prompt_positions
+from vllm.v1.residual.spans import LAST_ROW, OPEN_END
 
 WHERE = "capture.test"
 

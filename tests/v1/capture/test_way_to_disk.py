@@ -13,7 +13,7 @@ import torch
 
 import vllm
 from benchmarks.harness.worker_alone import WorkerAlone
-from vllm.v1.capture.plan import OPEN_END
+from vllm.v1.residual.spans import OPEN_END
 
 ROOT = Path(vllm.__file__).parent
 TAP = {

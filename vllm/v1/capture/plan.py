@@ -7,20 +7,14 @@ module imports neither torch nor the rest of capture, because `vllm.sampling_par
 imports it.
 """
 
-from collections.abc import Iterable, Mapping
-from itertools import groupby
-from typing import TypeAlias
+from collections.abc import Mapping
+from itertools import chain
 
 import msgspec
 
 from vllm.v1.readouts.plan import ReadoutPlan, ReadoutRows
+from vllm.v1.residual.spans import Spans, merged, overlap
 from vllm.v1.residual.tap import Tap
-
-OPEN_END = 1 << 40
-"""The `stop` of a range that extends to the end of the request."""
-
-LAST_ROW = OPEN_END + 1
-"""The `stop` of a range that extends to the end, of which only the last row counts."""
 
 LIVE = "*live"
 """Name of the reader whose rows go to the front end after each step."""
@@ -30,47 +24,6 @@ READOUTS = "*readouts"
 
 What is computed from them is returned with the output of the step.
 """
-
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Token positions as disjoint, ascending ranges `(start, stop)`, `stop` excluded."""
-
-
-def ranges_of(positions: Iterable[int]) -> Ranges:
-    """The ranges that cover exactly `positions`."""
-    ordered = sorted(set(positions))
-    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
-    spans = [[position for _, position in run] for _, run in runs]
-    return tuple((span[0], span[-1] + 1) for span in spans)
-
-
-def union(ranges: Iterable[Ranges]) -> Ranges:
-    """The positions that lie in any of `ranges`."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(span for spans in ranges for span in spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def overlap(ranges: Ranges, start: int, stop: int) -> list[tuple[int, int]]:
-    """The parts of `ranges` that lie within `[start, stop)`."""
-    return [
-        (max(first, start), min(last, stop))
-        for first, last in ranges
-        if first < stop and last > start
-    ]
-
-
-def only_last(ranges: Ranges) -> bool:
-    """Whether of the generated tokens' rows just the last one counts."""
-    return bool(ranges) and ranges[-1][1] == LAST_ROW
-
-
-def contains(ranges: Ranges, position: int) -> bool:
-    """Whether `position` lies within one of `ranges`."""
-    return any(start <= position < stop for start, stop in ranges)
 
 
 class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +48,7 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
     """A consumer instance, and the positions at which it reads the rows of a group."""
 
     instance: str
-    ranges: Ranges
+    ranges: Spans
 
 
 class TapGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +62,7 @@ class TapGroup(msgspec.Struct, frozen=True, array_like=True):
     """
 
     taps: tuple[Tap, ...]
-    ranges: Ranges
+    ranges: Spans
     readers: tuple[Reader, ...]
 
 
@@ -179,21 +132,21 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         return tuple(name for name in self.lanes if name != LIVE)
 
 
-def widened(ranges: Ranges, num_prompt_tokens: int, lag: int) -> Ranges:
+def widened(ranges: Spans, num_prompt_tokens: int, lag: int) -> Spans:
     """The assumed positions of a step whose true positions may lie in `ranges`.
 
     The scheduler assumes that all draft tokens of the previous step are accepted. If
     some are rejected, the assumed positions of generated tokens are up to `lag` too
     high. Positions of prompt tokens are exact.
     """
-    return union(
-        ((first, last + lag if last > num_prompt_tokens else last),)
+    return merged(
+        (first, last + lag if last > num_prompt_tokens else last)
         for first, last in ranges
     )
 
 
 def group_taps(
-    wanted: Mapping[str, Mapping[Tap, Ranges]],
+    wanted: Mapping[str, Mapping[Tap, Spans]],
     num_prompt_tokens: int = 0,
     lag: int = 0,
 ) -> tuple[TapGroup, ...]:
@@ -222,7 +175,11 @@ def group_taps(
     return tuple(
         TapGroup(
             tuple(taps),
-            widened(union(r.ranges for r in group), num_prompt_tokens, lag),
+            widened(
+                merged(chain(*[reader.ranges for reader in group])),
+                num_prompt_tokens,
+                lag,
+            ),
             group,
         )
         for group, taps in by_readers.items()

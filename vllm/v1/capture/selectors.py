@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from vllm.v1.capture.errors import fail
-from vllm.v1.capture.plan import LAST_ROW, OPEN_END, Ranges, union
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.bounds import count_values, counted, shown
 from vllm.v1.residual.plain_data import fault_of
 from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
 from vllm.v1.residual.selectors import first_outside, parse_layers, parse_positions
+from vllm.v1.residual.spans import LAST_ROW, OPEN_END, Spans, merged
 from vllm.v1.residual.tap import HOOK_NAMES
 
 MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
@@ -221,7 +221,7 @@ def _hook(name: Any, selector: Any, where: str) -> tuple[str, Any]:
     )
 
 
-def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
+def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Spans:
     """The ranges of token positions that a selector stands for.
 
     With P prompt tokens a request has rows 0 to P+N-2, N being the number of
@@ -258,8 +258,8 @@ def resolve_positions(raw: Any, ctx: CaptureContext, where: str) -> Ranges:
             where,
             outside,
         )
-    return union(
-        ((max(first + shift, 0), stop + shift),)
+    return merged(
+        (max(first + shift, 0), stop + shift)
         for first, stop in found
         for shift in (prompt if first < 0 else 0,)
     )

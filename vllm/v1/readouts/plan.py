@@ -10,9 +10,8 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
-
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 Packed: TypeAlias = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Arrays by name: dtype, shape and data in row-major order."""
@@ -45,7 +44,7 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     kind: Kind
     taps: tuple[Tap, ...]
     """`(layer, hook)` of the rows that are read, in the order of the results."""
-    ranges: Ranges
+    ranges: Spans
     """Token positions `[start, stop)`, ascending."""
     module: str = ""
     """Registered name of the probe, translator or SAE, or of the entry point."""

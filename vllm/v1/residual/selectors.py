@@ -13,17 +13,12 @@ This module imports neither torch nor anything of capture or steering, because
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
 from vllm.v1.residual.bounds import listed, shown
 from vllm.v1.residual.numbers import Fail, is_integer
-
-Spans: TypeAlias = tuple[tuple[int, int], ...]
-"""Token positions as `(first, stop)`, `stop` excluded, ascending and not adjacent.
-Negative positions count from the prompt's end; a span does not cross 0."""
+from vllm.v1.residual.spans import FARTHEST, Spans, merged, spans_of
 
 PositionName = Literal[
     "all", "last_prompt", "all_prompt", "all_generated", "last_generated"
@@ -38,35 +33,8 @@ POSITION_NAMES: tuple[PositionName, ...] = (
 
 MAX_POSITIONS = 1 << 16
 """Most positions of a list, and most ranges of one selector."""
-FARTHEST = 1 << 31
-"""Largest distance of a position from the start or the end of the prompt."""
 
 _RANGE = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
-
-
-def spans_of(positions: Iterable[int]) -> Spans:
-    """The spans of positions, which may be unordered and repeated."""
-    found = np.unique(np.fromiter(positions, dtype=np.int64))
-    if not len(found):
-        return ()
-    apart = (np.diff(found) != 1) | (found[1:] == 0)
-    first = found[np.concatenate(([True], apart))]
-    last = found[np.concatenate((apart, [True]))]
-    return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
-
-
-def joined(found: Iterable[tuple[int, int]]) -> Spans:
-    """Merge spans that touch or overlap."""
-    made: list[tuple[int, int]] = []
-    for first, stop in sorted(found):
-        last = made[-1] if made else None
-        # Positions counted from the end of a prompt are not merged with those from its
-        # start.
-        if last and first <= last[1] and (first < 0) == (last[0] < 0):
-            made[-1] = last[0], max(last[1], stop)
-        else:
-            made.append((first, stop))
-    return tuple(made)
 
 
 def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
@@ -167,7 +135,7 @@ def _position_ranges(raw: Mapping[Any, Any], at: str, fail: Fail) -> Spans:
                 pair,
             )
         found.append((first, last + 1))
-    return joined(found)
+    return merged(found)
 
 
 def _pair(pair: Any, at: str, fail: Fail) -> tuple[int, int]:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
+from vllm.v1.residual.spans import Spans, absolute, last_of, selected
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.features import FeatureUse
-from vllm.v1.steering.positions import Spans, absolute, last_of, selected
 
 OpName: TypeAlias = Literal[
     "replace", "add", "project_out", "swap", "rotate", "low_rank", "feature", "clamp"

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import Condition, distinct
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.positions import Spans
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

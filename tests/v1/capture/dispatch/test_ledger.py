@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.v1.capture._simulation import Life, lives, standing, void_after_the_end
 from tests.v1.capture._strategies import positions, ranges
 from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
-from vllm.v1.capture.plan import overlap
+from vllm.v1.residual.spans import overlap
 
 STEPS = count()
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.frontend.inflight_limit import Reservations, RowLimits
-from vllm.v1.capture.plan import LIVE, OPEN_END, CapturePlan, Reader, TapGroup
+from vllm.v1.capture.plan import LIVE, CapturePlan, Reader, TapGroup
+from vllm.v1.residual.spans import OPEN_END
 
 CONSUMERS = capabilities_of(
     {"inline": SimpleNamespace(max_inflight_bytes=1000), "files": SimpleNamespace()}

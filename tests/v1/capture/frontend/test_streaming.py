@@ -12,22 +12,16 @@ from hypothesis import strategies as st
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.frontend.streaming import LiveRequest, LiveRows
-from vllm.v1.capture.plan import (
-    LIVE,
-    OPEN_END,
-    CapturePlan,
-    Ranges,
-    Reader,
-    TapGroup,
-)
+from vllm.v1.capture.plan import LIVE, CapturePlan, Reader, TapGroup
 from vllm.v1.capture.types import CaptureChunk, VllmInternalRequestId
+from vllm.v1.residual.spans import OPEN_END, Spans
 
 PROMPT = [50, 51, 52, 53]
 TAP = (2, "post_block")
-ALL: Ranges = ((0, OPEN_END),)
+ALL: Spans = ((0, OPEN_END),)
 
 
-def plan(ranges: Ranges = ALL, samples: int = 1, live: bool = True) -> CapturePlan:
+def plan(ranges: Spans = ALL, samples: int = 1, live: bool = True) -> CapturePlan:
     readers = (Reader("inline", ranges), *((Reader(LIVE, ranges),) if live else ()))
     return CapturePlan(
         client_request_id="r",
@@ -53,7 +47,7 @@ def output(*token_ids: list[int]) -> Any:
     return SimpleNamespace(request_id="r", outputs=outputs, capture_results=None)
 
 
-def opened(kind: RequestOutputKind, ranges: Ranges = ALL) -> LiveRequest:
+def opened(kind: RequestOutputKind, ranges: Spans = ALL) -> LiveRequest:
     return LiveRequest(plan(ranges), PROMPT, kind, ["inline"])
 
 

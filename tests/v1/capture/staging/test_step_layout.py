@@ -9,19 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.plan import OPEN_END, Ranges, contains, ranges_of
 from vllm.v1.capture.staging.blocks import LocalGroup, pick_rows
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.capture.staging.step_layout import PlacedStep, StepLayout, steps_alike
+from vllm.v1.residual.spans import OPEN_END, Spans, contains, spans_of
 from vllm.v1.residual.step_view import StepView
 
 TAPS, MOST_ROWS = 4, 24
 
 
 @st.composite
-def some_ranges(draw: st.DrawFn) -> Ranges:
+def some_ranges(draw: st.DrawFn) -> Spans:
     """Single positions, and perhaps everything from some position on."""
-    named = ranges_of(draw(st.lists(st.integers(0, 14), max_size=4)))
+    named = spans_of(draw(st.lists(st.integers(0, 14), max_size=4)))
     if draw(st.booleans()):
         named = (*(span for span in named if span[1] < 16), (16, OPEN_END))
     return named

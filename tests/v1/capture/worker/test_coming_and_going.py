@@ -15,8 +15,9 @@ from tests.v1.capture._simulation import Life, Step, lives, standing
 from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
-from vllm.v1.capture.plan import CapturePlan, Ranges, group_taps
+from vllm.v1.capture.plan import CapturePlan, group_taps
 from vllm.v1.capture.worker import offload
+from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -36,7 +37,7 @@ class Visit:
     """A request with its captures, from its start to its end."""
 
     life: Life
-    want: dict[str, dict[Tap, Ranges]]
+    want: dict[str, dict[Tap, Spans]]
     stays: int
     """Number of other steps before its end is known."""
     name: str = ""

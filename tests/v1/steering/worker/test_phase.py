@@ -15,10 +15,10 @@ from vllm.model_executor.layers.residual import program_host
 from vllm.model_executor.layers.residual.program import run
 from vllm.model_executor.layers.residual.program_host import reads_tables
 from vllm.model_executor.layers.residual.program_op import StepPrograms
+from vllm.v1.residual.spans import spans_of
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.operations import Operation, in_order, operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
-from vllm.v1.steering.positions import spans_of
 from vllm.v1.steering.slots import SlotUse, SteeringStep
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.worker import WorkerSteering

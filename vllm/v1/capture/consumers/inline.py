@@ -10,11 +10,11 @@ import torch
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.plan import OPEN_END, Ranges
 from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.selectors import parse_spec, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 from vllm.v1.residual.numbers import is_integer
+from vllm.v1.residual.spans import OPEN_END, Spans
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def most_bytes(spec: CaptureSpec, ctx: CaptureContext, where: str) -> tuple[int,
     return rows * taps * row_bytes * ctx.num_samples, what
 
 
-def count_rows(ranges: Ranges, ctx: CaptureContext, where: str) -> int:
+def count_rows(ranges: Spans, ctx: CaptureContext, where: str) -> int:
     """The maximum number of rows that a request can have in `ranges`.
 
     Raises:

@@ -13,14 +13,7 @@ from vllm.v1.capture.dispatch.readout_keys import chunks_of, finalize_of, nothin
 from vllm.v1.capture.dispatch.row_buffer import Piece, RowBuffer, joined
 from vllm.v1.capture.groups import AnyChunk, AnyEnd, GroupChunk, GroupEnd
 from vllm.v1.capture.memory.row_copy import RowCopy
-from vllm.v1.capture.plan import (
-    OPEN_END,
-    CapturePlan,
-    Ranges,
-    Reader,
-    only_last,
-    overlap,
-)
+from vllm.v1.capture.plan import CapturePlan, Reader
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -29,6 +22,7 @@ from vllm.v1.capture.types import (
     VllmInternalRequestId,
 )
 from vllm.v1.readouts.plan import ReadoutReader, ReadoutRows
+from vllm.v1.residual.spans import OPEN_END, Spans, only_last, overlap
 
 LAYER_CONVENTION = "0-based block index"
 
@@ -314,7 +308,7 @@ class CapturedRequest:
         ]
 
 
-def _positions_below(stop: int, ranges: Ranges) -> list[int]:
+def _positions_below(stop: int, ranges: Spans) -> list[int]:
     positions: list[int] = []
     for first, last in overlap(ranges, 0, stop):
         positions.extend(range(first, last))
@@ -322,7 +316,7 @@ def _positions_below(stop: int, ranges: Ranges) -> list[int]:
 
 
 def remarks_on(
-    wanted: list[int], arrived: list[int], ranges: Ranges, end: RequestEnd, stop: int
+    wanted: list[int], arrived: list[int], ranges: Spans, end: RequestEnd, stop: int
 ) -> dict[str, str]:
     """An error or a note for the sidecar, if rows are missing.
 
@@ -348,7 +342,7 @@ def remarks_on(
     return {}
 
 
-def _unreached(ranges: Ranges, stop: int) -> list[int]:
+def _unreached(ranges: Spans, stop: int) -> list[int]:
     """Positions in bounded ranges that the request did not reach."""
     return [
         position

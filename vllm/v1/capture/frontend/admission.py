@@ -20,7 +20,7 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
 from vllm.v1.capture.frontend.known_specs import KnownSpecs
-from vllm.v1.capture.plan import LIVE, READOUTS, CapturePlan, Ranges, group_taps, union
+from vllm.v1.capture.plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.selectors import (
     check_range,
@@ -44,6 +44,7 @@ from vllm.v1.readouts.plan import ReadoutPlan, ReadoutReader
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.sizes import row_bytes
+from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -188,10 +189,10 @@ class Admission:
             wanted[READOUTS] = staged_ranges(readouts)
         if not wanted:
             return None
-        live: dict[Tap, Ranges] = {}
+        live: dict[Tap, Spans] = {}
         for name in wanted.keys() & set(streaming):
             for tap, ranges in wanted[name].items():
-                live[tap] = union((ranges, live.get(tap, ())))
+                live[tap] = merged((*ranges, *live.get(tap, ())))
         if live:
             wanted[LIVE] = live
         plan = CapturePlan(
@@ -312,7 +313,7 @@ class Admission:
 
     def _taps(
         self, spec: CaptureSpec, ctx: CaptureContext, name: str
-    ) -> dict[Tap, Ranges]:
+    ) -> dict[Tap, Spans]:
         """The taps of a spec with their positions; checks what a plug-in returned."""
         if not isinstance(spec, CaptureSpec):
             raise fail(
@@ -370,9 +371,8 @@ class Admission:
         """Refuse a request whose rows can never fit one step."""
         self._check_taps(plan.num_taps)
         config = self._vllm_config.scheduler_config
-        ranges = union(group.ranges for group in plan.groups)
         rows = plan.rows_in(0, plan.num_prompt_tokens)
-        if ranges and not config.enable_chunked_prefill and rows > self._rows_per_step:
+        if not config.enable_chunked_prefill and rows > self._rows_per_step:
             raise fail(
                 f"capture: without chunked prefill the {rows} rows of this prompt "
                 f"must fit one step, which may capture {self._rows_per_step}; "

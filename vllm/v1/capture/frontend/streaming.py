@@ -16,9 +16,10 @@ import torch
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.capabilities import ConsumerCapabilities
-from vllm.v1.capture.plan import LIVE, CapturePlan, Ranges, contains, only_last
+from vllm.v1.capture.plan import LIVE, CapturePlan
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
+from vllm.v1.residual.spans import Spans, contains, only_last
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class LiveRequest:
         self._num_samples = plan.num_samples
         self._cumulative = output_kind == RequestOutputKind.CUMULATIVE
         self._samples: dict[int, _Sample] = {}
-        self._wanted: dict[str, dict[Tap, Ranges]] = {name: {} for name in streaming}
+        self._wanted: dict[str, dict[Tap, Spans]] = {name: {} for name in streaming}
         for group in plan.groups:
             for reader in group.readers:
                 # Which row is the last is known when there is no further output.

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from vllm.v1.capture.plan import READOUTS, CapturePlan, Ranges, Reader, overlap
+from vllm.v1.capture.plan import READOUTS, CapturePlan, Reader
+from vllm.v1.residual.spans import Spans, overlap
 from vllm.v1.residual.tap import Tap
 
 Columns: TypeAlias = tuple[int, ...]
@@ -34,7 +35,7 @@ class LocalGroup:
     taps: tuple[Tap, ...]
     columns: Columns
     """Index of each tap among the taps of this process."""
-    ranges: Ranges
+    ranges: Spans
     readers: tuple[Reader, ...]
     """The readers that rows are delivered to; empty if only readouts use the rows."""
 

@@ -12,8 +12,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from vllm.v1.capture.plan import Ranges
 from vllm.v1.capture.staging.blocks import Block, LocalGroup, Pick
+from vllm.v1.residual.spans import Spans
 
 LEAST_RUN = 2 << 20
 """Bytes of a page per tap from which on a page pays off."""
@@ -65,7 +65,7 @@ class RequestPages:
         self._width = width
         self._dtype = dtype
         self._least_rows = -(-least // (width * dtype.itemsize))
-        self._prompts: dict[str, tuple[int, Sequence[Ranges]]] = {}
+        self._prompts: dict[str, tuple[int, Sequence[Spans]]] = {}
         """By request: the prompt's length, and the ranges of each group."""
         self._filling: dict[tuple[str, int], Filling] = {}
 

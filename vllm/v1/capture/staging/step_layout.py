@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from vllm.v1.capture.plan import OPEN_END, contains
 from vllm.v1.capture.staging.blocks import (
     Block,
     BlockRows,
@@ -22,6 +21,7 @@ from vllm.v1.capture.staging.blocks import (
     pick_rows,
     rows_of,
 )
+from vllm.v1.residual.spans import OPEN_END, contains
 from vllm.v1.residual.step_view import Decoding, StepView
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.readouts.plan import (
-    Ranges,
     Readout,
     ReadoutPart,
     ReadoutPlan,
@@ -23,6 +22,7 @@ from vllm.v1.readouts.plan import (
     StopWhen,
 )
 from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, parts_of
+from vllm.v1.residual.spans import Spans
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -208,7 +208,7 @@ def _can_wait(request: "Request", plan: ReadoutPlan) -> bool:
 
 
 def _counting(
-    part: ReadoutPart, ranges: Ranges, least: int, stop: int | None
+    part: ReadoutPart, ranges: Spans, least: int, stop: int | None
 ) -> list[ReadoutPart]:
     """The parts of `part` within `ranges`, from `least` on and below `stop`."""
     if part.reduced:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.plan import Ranges, union
 from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.readouts.errors import fail
@@ -18,6 +17,7 @@ from vllm.v1.readouts.plan import Readout, ReadoutPlan, ReadoutReader, StopWhen
 from vllm.v1.residual.bounds import counted
 from vllm.v1.residual.numbers import finite_number, is_integer
 from vllm.v1.residual.plain_data import fault_of
+from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -162,12 +162,12 @@ class ReadoutAdmission:
             )
 
 
-def staged_ranges(plan: ReadoutPlan) -> dict[Tap, Ranges]:
+def staged_ranges(plan: ReadoutPlan) -> dict[Tap, Spans]:
     """The positions to stage at each tap for a plan."""
-    wanted: dict[Tap, Ranges] = {}
+    wanted: dict[Tap, Spans] = {}
     for readout in plan.readouts:
         for tap in readout.staged:
-            wanted[tap] = union((readout.ranges, wanted.get(tap, ())))
+            wanted[tap] = merged((*readout.ranges, *wanted.get(tap, ())))
     return wanted
 
 

@@ -4,7 +4,6 @@
 from math import prod
 from typing import TYPE_CHECKING
 
-from vllm.v1.capture.plan import overlap
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
 from vllm.v1.readouts.frontend.rows import rows_of
 from vllm.v1.readouts.plan import (
@@ -15,6 +14,7 @@ from vllm.v1.readouts.plan import (
     StopWhen,
 )
 from vllm.v1.readouts.results import Joined, ReadoutResult
+from vllm.v1.residual.spans import overlap
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.plan import Ranges
 from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
@@ -21,6 +20,7 @@ from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32, is_integer
 from vllm.v1.residual.selectors import parse_layers
+from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.arrays import as_array
@@ -117,7 +117,7 @@ class Spec:
             raise fail(error.args[0], self.where(key), hooks) from None
         return tuple((layer, str(h)) for h, layers in found.items() for layer in layers)
 
-    def ranges(self) -> Ranges:
+    def ranges(self) -> Spans:
         """The selected token positions; by default all generated tokens."""
         raw = self.raw.get("positions", "all_generated")
         if raw == "last_generated":

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import Layout, PlacedStep
 from vllm.v1.readouts.plan import Readout
@@ -25,6 +24,7 @@ from vllm.v1.readouts.worker.layout import (
     staged_groups,
     steps_until_change,
 )
+from vllm.v1.residual.spans import OPEN_END
 
 JobKey: TypeAlias = tuple[Any, ...]
 

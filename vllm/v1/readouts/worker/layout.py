@@ -9,9 +9,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.capture.plan import OPEN_END, Ranges
 from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.step_layout import Layout
+from vllm.v1.residual.spans import OPEN_END, Spans
 from vllm.v1.residual.tap import Tap
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ def _joined(spans: Sequence[tuple[int, int, int, int]]) -> Staged:
 
 def rows_at(
     taps: Sequence[Tap],
-    ranges: Ranges,
+    ranges: Spans,
     groups: Sequence[LocalGroup],
     staged: Mapping[int, Staged],
 ) -> tuple[Indices, Indices]:
@@ -92,7 +92,7 @@ def rows_at(
     return positions, np.stack(columns, axis=1)
 
 
-def within(positions: Indices, ranges: Ranges) -> npt.NDArray[np.bool_]:
+def within(positions: Indices, ranges: Spans) -> npt.NDArray[np.bool_]:
     """A mask of the positions that lie within `ranges`."""
     kept = np.zeros(len(positions), dtype=bool)
     for start, stop in ranges:
@@ -100,7 +100,7 @@ def within(positions: Indices, ranges: Ranges) -> npt.NDArray[np.bool_]:
     return kept
 
 
-def steps_until_change(ranges: Ranges, position: int) -> int:
+def steps_until_change(ranges: Spans, position: int) -> int:
     """The number of following positions on the same side of every edge of `ranges`."""
     edges = [edge for span in ranges for edge in span if edge > position]
     return min(edges, default=OPEN_END) - position - 1

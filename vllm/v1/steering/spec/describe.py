@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from vllm.v1.residual.spans import describe_positions
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.operations import Details, Operation, OpName
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
-from vllm.v1.steering.positions import describe_positions
 from vllm.v1.steering.spec.entry import VectorUse
 from vllm.v1.steering.spec.parse import Entry, Parsed
 

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.residual import selectors
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32
+from vllm.v1.residual.spans import NAMED, Spans
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
@@ -20,7 +21,6 @@ from vllm.v1.steering.operations import (
     operation,
     packed_arrays,
 )
-from vllm.v1.steering.positions import NAMED, Spans
 from vllm.v1.steering.spec.arrays import Tensors
 
 COMMON = ("op", "positions", "when")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from vllm.v1.residual.bounds import counted
+from vllm.v1.residual.spans import describe_positions, missed, most_at_once
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering import positions
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MAX_CARRIED
@@ -50,16 +50,16 @@ def check_positions(
         for one in packed.operations if packed is not None else ():
             if one.positions is None:
                 continue
-            missed = positions.missed(one.positions, num_prompt, possible)
-            if missed is not None:
+            outside = missed(one.positions, num_prompt, possible)
+            if outside is not None:
                 at = f"{names[tier]}.{one.hook}.{one.layer}.positions"
                 having = (
                     f"positions {possible[0]} to {possible[-1]}"
                     if possible
                     else "no position"
                 )
-                described = positions.describe_positions(one.positions)
-                where = described if described == "all_prompt" else missed
+                described = describe_positions(one.positions)
+                where = described if described == "all_prompt" else outside
                 raise fail(
                     f"{at}: no token is at {where}: {names[tier]} acts on {having}"
                     f" of this request, which has {counted(num_prompt, 'prompt token')}"
@@ -92,7 +92,7 @@ def check_reachable(tiers: SteeringTiers, names: Mapping[str, str], most: int) -
                     f"{name} acts on generated ones; move the entry to "
                     f"{names['prefill']}",
                     at,
-                    positions.describe_positions(one.positions),
+                    describe_positions(one.positions),
                 )
             for first, stop in spans:
                 if first >= most or stop <= -most:
@@ -198,7 +198,7 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
             at.setdefault(one.tap, []).append(one)
         for (layer, hook), these in at.items():
             placed = [one.positions for one in these if one.positions is not None]
-            count = len(these) - len(placed) + positions.most_at_once(placed)
+            count = len(these) - len(placed) + most_at_once(placed)
             if count > most:
                 raise fail(
                     f"{parameter}: {count} operations may act on one token at {hook} "

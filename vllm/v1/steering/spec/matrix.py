@@ -12,10 +12,10 @@ from msgspec import structs
 
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.selectors import MAX_POSITIONS, as_list
+from vllm.v1.residual.spans import NAMED, Spans, spans_of
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation, in_order
 from vllm.v1.steering.plan import SteeringTiers, conditions_of
-from vllm.v1.steering.positions import NAMED, Spans, spans_of
 from vllm.v1.steering.spec.entry import parse_positions
 
 ROW_OPS = ("replace", "add", "project_out", "clamp")

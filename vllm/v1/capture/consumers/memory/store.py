@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from vllm.v1.capture.plan import OPEN_END
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureKey
+from vllm.v1.residual.spans import OPEN_END
 
 
 @dataclass(slots=True)

@@ -4,12 +4,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.steering.positions import (
+from vllm.v1.residual.spans import (
     NAMED,
     counts_back,
     describe_positions,
-    joined,
     last_of,
+    merged,
     missed,
     most_at_once,
     selected,
@@ -72,7 +72,7 @@ def test_as_many_meet_as_are_at_one_position(several: list[list[int]]) -> None:
 def test_spans_that_meet_become_one(given_spans: list[tuple[int, int]]) -> None:
     kept = [(a, a + n) for a, n in given_spans if a >= 0 or a + n <= 0]
     expected = spans_of(p for first, stop in kept for p in range(first, stop))
-    assert joined(kept) == expected
+    assert merged(kept) == expected
 
 
 def test_selectors_are_taken_by_their_names() -> None:

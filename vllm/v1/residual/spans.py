@@ -2,20 +2,76 @@
 """Token positions as spans, whose cost depends on their number, not their length.
 
 A span is `(first, stop)`, half open. Negative positions count from the prompt's end; a
-span does not cross 0. This module imports neither torch nor the rest of steering,
-because `vllm.sampling_params` imports it.
+span does not cross 0. This module does not import torch, because
+`vllm.sampling_params` imports it.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
-from vllm.v1.residual.selectors import FARTHEST as FARTHEST
-from vllm.v1.residual.selectors import Spans as Spans
-from vllm.v1.residual.selectors import joined as joined
-from vllm.v1.residual.selectors import spans_of as spans_of
+import numpy as np
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""Token positions as `(first, stop)`, `stop` excluded, ascending and not adjacent.
+Negative positions count from the prompt's end; a span does not cross 0. In plans that
+are resolved for a request, none is negative."""
+
+FARTHEST = 1 << 31
+"""Largest distance of a position from the start or the end of the prompt."""
+
+OPEN_END = 1 << 40
+"""The `stop` of a span that extends to the end of the request."""
+
+LAST_ROW = OPEN_END + 1
+"""The `stop` of a span that extends to the end, of which only the last row counts."""
 
 _LISTED = 64
 """Most positions that a response lists one by one."""
+
+
+def spans_of(positions: Iterable[int]) -> Spans:
+    """The spans of positions, which may be unordered and repeated."""
+    distinct = np.unique(np.fromiter(positions, dtype=np.int64))
+    if not len(distinct):
+        return ()
+    apart = (np.diff(distinct) != 1) | (distinct[1:] == 0)
+    first = distinct[np.concatenate(([True], apart))]
+    last = distinct[np.concatenate((apart, [True]))]
+    return tuple(zip(first.tolist(), (last + 1).tolist(), strict=True))
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> Spans:
+    """The positions of all spans, which may touch, overlap and be unordered."""
+    apart: list[tuple[int, int]] = []
+    for first, stop in sorted(spans):
+        last = apart[-1] if apart else None
+        # Positions counted from the end of a prompt are not merged with those from its
+        # start.
+        if last and first <= last[1] and (first < 0) == (last[0] < 0):
+            apart[-1] = last[0], max(last[1], stop)
+        else:
+            apart.append((first, stop))
+    return tuple(apart)
+
+
+def overlap(spans: Spans, start: int, stop: int) -> list[tuple[int, int]]:
+    """The parts of resolved spans that lie within `[start, stop)`."""
+    return [
+        (max(first, start), min(last, stop))
+        for first, last in spans
+        if first < stop and last > start
+    ]
+
+
+def contains(spans: Spans, position: int) -> bool:
+    """Whether a position lies within one of the resolved spans."""
+    return any(start <= position < stop for start, stop in spans)
+
+
+def only_last(spans: Spans) -> bool:
+    """Whether of the generated tokens' rows just the last one counts."""
+    return bool(spans) and spans[-1][1] == LAST_ROW
 
 
 def absolute(spans: Spans, num_prompt: int, start: int, stop: int) -> Iterator[range]:
