@@ -27,6 +27,7 @@ from vllm.v1.capture.consumers.storage.sink import (
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult, CaptureSpec
+from vllm.v1.residual.plugin_errors import described
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -155,7 +156,7 @@ class _Files:
             try:
                 layer = self._write(request, finalize, workspace, folder)
             except OSError as error:
-                said = f"{type(error).__name__}: {error}"
+                said = described(error)
                 results.append(CaptureResult(finalize.key, "error", said))
             else:
                 layers[str(finalize.key[1])] = layer

@@ -5,6 +5,7 @@ import threading
 from types import TracebackType
 
 from vllm.logger import init_logger
+from vllm.v1.residual.plugin_errors import message_of
 
 logger = init_logger(__name__)
 
@@ -43,7 +44,7 @@ class Failures:
             instance,
             about,
             type(error).__name__,
-            _text(error),
+            message_of(error),
             exc_info=error if is_new else None,
         )
 
@@ -55,19 +56,6 @@ def _raised_at(traceback: TracebackType | None) -> tuple[str, int]:
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-
-
-def _text(error: BaseException) -> str:
-    """`str(error)`, or a placeholder if that raises."""
-    try:
-        return str(error)
-    except Exception:
-        return "(its text is not available)"
-
-
-def described(error: BaseException) -> str:
-    """Class and message of an error, for the `error` field of a result."""
-    return f"{type(error).__name__}: {_text(error)[:1000]}"
 
 
 FAILURES = Failures()

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
-from vllm.v1.capture.failures import FAILURES, described
+from vllm.v1.capture.failures import FAILURES
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.types import (
@@ -23,6 +23,7 @@ from vllm.v1.capture.types import (
     CaptureResult,
     VllmInternalRequestId,
 )
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.tap import Tap
 
 

@@ -19,6 +19,7 @@ from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED_READOUTS
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.worker.residual_stream import HookPoints, ResidualStream
@@ -158,7 +159,7 @@ def stage_steering(worker: Any, tiers: SteeringTiers) -> str | None:
         worker.model_runner.residual.steering.stage_global(tiers)
     except Exception as error:  # Returned, as other ranks must then drop the change.
         logger.exception("A change of steering failed")
-        return f"{type(error).__name__}: {error}"
+        return described(error)
     return None
 
 

@@ -33,6 +33,7 @@ from vllm.interop.interp_engine.types import DirectionSet, LensSpec
 from vllm.interop.interp_engine.wire import decode_tensor, encoded_pieces
 from vllm.logger import init_logger
 from vllm.v1.residual.bounds import cut
+from vllm.v1.residual.plugin_errors import described
 
 logger = init_logger(__name__)
 
@@ -314,7 +315,7 @@ def _streamed(
             yield json.dumps(done(seen)) + "\n"
         except Exception as error:
             logger.exception("A stream of interp-engine's routes failed")
-            failure = {"type": "error", "detail": f"{type(error).__name__}: {error}"}
+            failure = {"type": "error", "detail": described(error)}
             yield json.dumps(failure) + "\n"
 
     return StreamingResponse(written(), media_type="application/x-ndjson")

@@ -16,13 +16,14 @@ from vllm.v1.capture.delivery.packet_queue import (
     PacketQueue,
 )
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
-from vllm.v1.capture.failures import FAILURES, described
+from vllm.v1.capture.failures import FAILURES
 from vllm.v1.capture.groups import AnyChunk, GroupEnd, chunks_in
 from vllm.v1.capture.results import RowsByTap, merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 from vllm.v1.residual.plain_data import fault_of
+from vllm.v1.residual.plugin_errors import described
 
 __all__ = ["Ending", "SinkLane"]
 

@@ -43,6 +43,7 @@ from vllm.v1.readouts.frontend.admission import (
 from vllm.v1.readouts.plan import ReadoutPlan, ReadoutReader
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.residual.bounds import cut, listed, shown
+from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import Tap
@@ -305,7 +306,7 @@ class Admission:
             except BaseException as error:
                 # Whatever a plug-in raises refuses the request, even `SystemExit`.
                 raise CaptureValidationError(
-                    f"capture.{name}: {cut(str(error))}",
+                    f"capture.{name}: {cut(message_of(error))}",
                     parameter=f"capture.{name}",
                     value=shown(raw),
                 ) from error

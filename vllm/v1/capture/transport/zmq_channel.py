@@ -33,6 +33,7 @@ from vllm.v1.capture.transport.lender import Lender
 from vllm.v1.capture.transport.same_process import receive_at, stop_receiving
 from vllm.v1.capture.transport.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
+from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 logger = init_logger(__name__)
@@ -282,7 +283,7 @@ def _give_up_payload(message: ResultMessage, error: Exception) -> None:
     message.groups = []
     if message.status == "ok":
         message.status = "partial_error"
-    problem = sendable(f"the payload cannot be sent: {error}")
+    problem = f"the payload cannot be sent: {message_of(error)}"
     message.error = f"{message.error}; {problem}".removeprefix("None; ")
 
 

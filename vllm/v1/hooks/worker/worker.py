@@ -17,7 +17,7 @@ from vllm.v1.hooks.plan import GROUP, ROWS, HookPlan, HookSpec
 from vllm.v1.hooks.results import HookResult, encode
 from vllm.v1.hooks.worker.context import HookContext
 from vllm.v1.hooks.worker.parameters import Parameters
-from vllm.v1.residual.plugin_errors import is_interrupt
+from vllm.v1.residual.plugin_errors import described, is_interrupt
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Tap
 
@@ -204,7 +204,7 @@ class WorkerHooks:
         if name not in self._complained:
             self._complained.add(name)
             logger.exception("The hook %s failed", name)
-        return f"{type(error).__name__}: {error}"
+        return described(error)
 
 
 def _changed(
@@ -247,6 +247,7 @@ def _encoded(request: HookedRequest) -> bytes:
             result.errors[one.spec.key] = one.error
     try:
         return encode(result, request.plan.pickles)
-    except Exception as error:  # The saved values may be of any type.
-        message = f"{type(error).__name__}: {error}"
-        return encode(HookResult({}, {}, {"saved": message}), False)
+    except BaseException as error:  # The saved values may be of any type.
+        if is_interrupt(error):
+            raise
+        return encode(HookResult({}, {}, {"saved": described(error)}), False)

@@ -10,7 +10,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.readouts.worker.jobs import Entry, ReadingRequest
-from vllm.v1.residual.plugin_errors import is_interrupt
+from vllm.v1.residual.plugin_errors import described, is_interrupt
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class CustomReadouts:
             if name not in self._complained:
                 self._complained.add(name)
                 logger.exception("The readout %r failed", name)
-            return f"{type(error).__name__}: {error}"
+            return described(error)
 
     def _function(self, code: bytes) -> Any:
         if code not in self._functions:

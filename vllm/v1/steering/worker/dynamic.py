@@ -15,7 +15,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from vllm.v1.residual.plugin_errors import is_interrupt
+from vllm.v1.residual.plugin_errors import is_interrupt, message_of
 from vllm.v1.residual.steering_actions import (
     Action,
     RequestSteeringOverride,
@@ -107,7 +107,8 @@ class DynamicSteering:
 
     def _reject(self, action: object, error: BaseException) -> None:
         self.queue.count("rejected")
-        self.errors = [*self.errors[-7:], f"{type(action).__name__}: {error}"]
+        why = f"{type(action).__name__}: {message_of(error)}"
+        self.errors = [*self.errors[-7:], why]
 
     @property
     def for_all(self) -> dict[Tap, Vector]:

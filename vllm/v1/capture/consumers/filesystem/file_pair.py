@@ -15,6 +15,7 @@ from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.types import CaptureFinalize
 from vllm.v1.residual.native import Bytes
+from vllm.v1.residual.plugin_errors import described
 
 REQUEST_FACTS = (
     "layer_convention",
@@ -222,7 +223,7 @@ def message_of(error: OSError, name: str) -> str:
     """The message for results about an error in writing the file `name`."""
     if isinstance(error, FileExistsError):
         return f"FileExistsError: {name} exists already (on_collision=error)"
-    return f"{type(error).__name__}: {error}"
+    return described(error)
 
 
 def stage_suffix(sidecar: dict[str, Any], joint: str = "-") -> str:

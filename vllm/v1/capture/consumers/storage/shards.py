@@ -15,6 +15,7 @@ from typing import Generic, TypeAlias, TypeVar
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureResult
+from vllm.v1.residual.plugin_errors import described
 
 IDLE_SECONDS = 0.1
 """A shard is sealed if no request was added for this time, while others run."""
@@ -85,7 +86,7 @@ class Shard(ABC):
             self.write_out()
         except Exception as error:
             for request, _ in self._waiting:
-                request.settle_error(f"{type(error).__name__}: {error}")
+                request.settle_error(described(error))
         else:
             for request, results in self._waiting:
                 request.settle(results)

@@ -22,6 +22,7 @@ from vllm.v1.capture.types import (
     CaptureKey,
     CaptureResult,
 )
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.sizes import row_bytes
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class StorageSink(GroupSink):
             freed = request.rows.spill(self._spilled)
         except OSError as error:
             logger.error("Rows of %s are lost: %s", request.request_id, error)
-            failure = _message_of(error)
+            failure = described(error)
         # Before memory is released: a waiting thread may spill the request again.
         request.spilling = False
         if failure is not None:
@@ -299,7 +300,7 @@ class StorageSink(GroupSink):
         except Exception as error:
             if not isinstance(error, OSError):
                 logger.exception("Writing the capture of %s", request.request_id)
-            request.settle_error(_message_of(error))
+            request.settle_error(described(error))
         finally:
             request.published = True
             self._budget.release(request.rows.discard())
@@ -337,7 +338,7 @@ class StorageSink(GroupSink):
         try:
             self._workspace.open()
         except OSError as error:
-            self._unusable = _message_of(error)
+            self._unusable = described(error)
             logger.error("%s cannot write: %s", self._name, self._unusable)
         else:
             self._executor = Executor(
@@ -424,7 +425,3 @@ class StorageSink(GroupSink):
             now = monotonic()
             self._complete_due(now, closing=not adding or now > late, running=adding)
             pending[0].settled.wait(min(TICK_SECONDS, deadline - monotonic()))
-
-
-def _message_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
