@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from vllm.config.capture import CaptureConfig, parse_consumer
-from vllm.v1.capture.plan import CaptureEnd, CapturePlan, Reader, TapGroup
 from vllm.v1.capture.transport.zmq_channel import Inbox, ResultMessage
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, Reader, TapGroup
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Tap
 

@@ -6,7 +6,7 @@ from fork.request_fields import NAMES, PARAMETERS
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.plan import CapturePlan",
+        "from vllm.v1.residual.capture_plan import CapturePlan",
         why="The type of the field that carries the resolved plan.",
     ),
     add_import(

@@ -3,8 +3,8 @@
 
 from hypothesis import strategies as st
 
-from vllm.v1.capture.plan import CapturePlan, group_taps
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
+from vllm.v1.residual.capture_plan import CapturePlan, group_taps
 from vllm.v1.residual.spans import OPEN_END, Spans, spans_of
 from vllm.v1.residual.tap import Tap
 

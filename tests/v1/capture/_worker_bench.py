@@ -19,8 +19,6 @@ from vllm.config.capture import CaptureConfig
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.capture.groups import chunks_in
-from vllm.v1.capture.plan import CaptureEnd, CapturePlan
-from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.request_pages import RequestPages
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.transport.zmq_channel import (
@@ -31,6 +29,8 @@ from vllm.v1.capture.transport.zmq_channel import (
     rows_address,
 )
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
+from vllm.v1.residual.row_blocks import Block
 from vllm.v1.residual.step_view import StepView
 
 TAPS = [(layer, hook) for layer in range(3) for hook in HOOKS]

@@ -37,15 +37,6 @@ class LaneCounters(msgspec.Struct):
     """Bytes of rows queued on disk."""
 
 
-class ReadoutCounters(msgspec.Struct):
-    """Totals of one kind of readout in one process."""
-
-    rows: int = 0
-    """Rows that were read out."""
-    seconds: float = 0.0
-    """CPU seconds that it took to queue the computation."""
-
-
 class MemoryCounters(msgspec.Struct):
     """Host memory that a worker holds for rows, and the rows sent from it."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm.v1.readouts.plan import Readout, ReadoutPart
+from vllm.v1.residual.readout_plan import Readout, ReadoutPart
 from vllm.v1.residual.tap import Tap
 
 Array = np.ndarray[Any, Any]

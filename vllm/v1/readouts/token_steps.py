@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from vllm.v1.readouts.plan import ReadoutPart, RequestReadouts
+from vllm.v1.residual.readout_plan import ReadoutPart, RequestReadouts
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 

@@ -15,10 +15,10 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
 )
 from vllm.logger import init_logger
-from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.readouts.worker.head import ELSEWHERE
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED_READOUTS
+from vllm.v1.residual.capture_plan import CaptureEnd
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import SteeringTiers

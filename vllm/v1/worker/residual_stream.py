@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.worker.worker import WorkerCapture
 from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import Additions, attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
+from vllm.v1.residual.capture_plan import CaptureEnd
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows

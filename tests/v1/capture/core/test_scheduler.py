@@ -12,8 +12,8 @@ from vllm.v1.capture.core.scheduler import (
     cacheable_tokens,
     loadable_tokens,
 )
-from vllm.v1.capture.plan import CaptureEnd, CapturePlan
-from vllm.v1.readouts.plan import Readout, ReadoutPlan
+from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
+from vllm.v1.residual.readout_plan import Readout, ReadoutPlan
 
 PROMPT, END = 6, 20
 

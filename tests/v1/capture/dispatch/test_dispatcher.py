@@ -16,10 +16,10 @@ from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.row_buffer import RowBuffer
 from vllm.v1.capture.dispatch.step_buffer import StagedStep, rows_in
-from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.capture.staging.slot_mapping import slots_of
-from vllm.v1.capture.staging.step_layout import StepLayout
+from vllm.v1.residual.row_blocks import LocalGroup
+from vllm.v1.residual.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
 
 WIDTH, TAPS = 4, 3

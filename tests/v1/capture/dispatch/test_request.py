@@ -16,10 +16,15 @@ from tests.v1.capture._strategies import plan_for, positions, wanted
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
 from vllm.v1.capture.groups import AnyChunk, chunks_in
-from vllm.v1.capture.plan import CaptureEnd, CapturePlan, group_taps
-from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
-from vllm.v1.readouts.plan import Readout, ReadoutPlan, ReadoutReader, ReadoutRows
+from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, group_taps
+from vllm.v1.residual.readout_plan import (
+    Readout,
+    ReadoutPlan,
+    ReadoutReader,
+    ReadoutRows,
+)
+from vllm.v1.residual.row_blocks import local_groups
 from vllm.v1.residual.spans import OPEN_END, overlap
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.dispatch.step_buffer import Found, StagedStep, StepChain
 from vllm.v1.capture.memory.row_copy import copy_rows
-from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.ring import Segment
 from vllm.v1.capture.staging.slot_mapping import slots_of
-from vllm.v1.capture.staging.step_layout import StepLayout
+from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END
+from vllm.v1.residual.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 
 TAPS = 2

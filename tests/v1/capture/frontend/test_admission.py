@@ -20,9 +20,9 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
-from vllm.v1.capture.plan import LIVE, CapturePlan
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureSpec
+from vllm.v1.residual.capture_plan import LIVE, CapturePlan
 from vllm.v1.residual.spans import OPEN_END
 
 WIDTH, LAYERS = 8, 4

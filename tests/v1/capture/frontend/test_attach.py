@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.capture.frontend import attach
-from vllm.v1.capture.plan import CaptureEnd
+from vllm.v1.residual.capture_plan import CaptureEnd
 
 END = CaptureEnd("r", "ipc://here", [1], 0, "stop", ["inline"])
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.frontend.inflight_limit import Reservations, RowLimits
-from vllm.v1.capture.plan import LIVE, CapturePlan, Reader, TapGroup
+from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader, TapGroup
 from vllm.v1.residual.spans import OPEN_END
 
 CONSUMERS = capabilities_of(

@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.path_locks import NoOtherServers, PathLocks
-from vllm.v1.capture.plan import CapturePlan, Reader, TapGroup
+from vllm.v1.residual.capture_plan import CapturePlan, Reader, TapGroup
 
 
 class Files:

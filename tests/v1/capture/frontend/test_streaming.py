@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.frontend.streaming import LiveRequest, LiveRows
-from vllm.v1.capture.plan import LIVE, CapturePlan, Reader, TapGroup
 from vllm.v1.capture.types import CaptureChunk, VllmInternalRequestId
+from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader, TapGroup
 from vllm.v1.residual.spans import OPEN_END, Spans
 
 PROMPT = [50, 51, 52, 53]

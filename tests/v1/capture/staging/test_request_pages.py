@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.staging.blocks import Block, LocalGroup
 from vllm.v1.capture.staging.request_pages import RequestPages, gaps
+from vllm.v1.residual.row_blocks import Block, LocalGroup
 
 WIDTH = 4
 PROMPT = 20

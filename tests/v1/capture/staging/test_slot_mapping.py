@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.staging import slot_mapping as module
-from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.slot_mapping import SlotMapping, slots_of
-from vllm.v1.capture.staging.step_layout import StepLayout
+from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END
+from vllm.v1.residual.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 
 TAPS, MOST = 4, 24

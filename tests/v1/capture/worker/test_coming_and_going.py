@@ -15,8 +15,8 @@ from tests.v1.capture._simulation import Life, Step, lives, standing
 from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
-from vllm.v1.capture.plan import CapturePlan, group_taps
 from vllm.v1.capture.worker import offload
+from vllm.v1.residual.capture_plan import CapturePlan, group_taps
 from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
 

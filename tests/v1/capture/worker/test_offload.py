@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
-from vllm.v1.capture.plan import LIVE
-from vllm.v1.capture.staging.blocks import BlockRow
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.worker.offload import (
     COMMON_END_BYTES,
@@ -17,6 +15,8 @@ from vllm.v1.capture.worker.offload import (
     Offload,
     row_encoder,
 )
+from vllm.v1.residual.capture_plan import LIVE
+from vllm.v1.residual.row_blocks import BlockRow
 from vllm.v1.residual.step_view import TrueStarts
 
 RING = 80 * STEPS_AT_ONCE

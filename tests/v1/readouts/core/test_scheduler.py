@@ -17,7 +17,8 @@ from vllm.v1.readouts.core.scheduler import (
     ReadoutScheduling,
     take_parts,
 )
-from vllm.v1.readouts.plan import (
+from vllm.v1.readouts.token_steps import TokenResult, TokenStep, TokenTable
+from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
     Packed,
     Readout,
@@ -27,7 +28,6 @@ from vllm.v1.readouts.plan import (
     RequestReadouts,
     StopWhen,
 )
-from vllm.v1.readouts.token_steps import TokenResult, TokenStep, TokenTable
 
 PROMPT = 10
 

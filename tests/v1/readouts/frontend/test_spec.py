@@ -13,7 +13,7 @@ from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.readouts.frontend.admission import parse_stops
 from vllm.v1.readouts.frontend.spec import Server, parse_readout
 from vllm.v1.readouts.modules import ModuleInfo
-from vllm.v1.readouts.plan import Readout
+from vllm.v1.residual.readout_plan import Readout
 
 CONTEXT = CaptureContext(
     VllmInternalRequestId("r"),

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.readouts.plan import Readout
 from vllm.v1.readouts.worker.split import Stages
+from vllm.v1.residual.readout_plan import Readout
 from vllm.v1.residual.tap import Tap
 
 STARTS = (0, 2, 3)

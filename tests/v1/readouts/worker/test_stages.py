@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.v1.readouts.plan import Readout
 from vllm.v1.readouts.worker.jobs import Entry, Job, JobKey, no_rows
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
 from vllm.v1.readouts.worker.stages import (
@@ -16,6 +15,7 @@ from vllm.v1.readouts.worker.stages import (
     followed,
     joined_jobs,
 )
+from vllm.v1.residual.readout_plan import Readout
 
 KEY = ("lens", 2, (), None)
 TAPS = ((0, "post_block"), (1, "post_block"), (2, "post_block"))

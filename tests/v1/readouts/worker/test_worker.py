@@ -14,14 +14,14 @@ from torch import nn
 
 from vllm.distributed.utils import get_pp_indices
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.staging.slot_mapping import slots_of
-from vllm.v1.capture.staging.step_layout import StepLayout
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.readouts.frontend.admission import staged_ranges
-from vllm.v1.readouts.plan import Probe, Readout, ReadoutPart, ReadoutPlan
 from vllm.v1.readouts.results import ReadoutResult, joined
 from vllm.v1.readouts.worker import worker
+from vllm.v1.residual.readout_plan import Probe, Readout, ReadoutPart, ReadoutPlan
+from vllm.v1.residual.row_blocks import LocalGroup
+from vllm.v1.residual.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Tap
 

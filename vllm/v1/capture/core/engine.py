@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.logger import init_logger
-from vllm.v1.capture.plan import CaptureEnd
+from vllm.v1.residual.capture_plan import CaptureEnd
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.capture.plan import CaptureEnd, CapturePlan
+from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
 from vllm.v1.residual.sizes import row_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureKey
-from vllm.v1.readouts.plan import Readout, ReadoutRows
+from vllm.v1.residual.readout_plan import Readout, ReadoutRows
 
 
 def chunks_of(

@@ -13,15 +13,15 @@ from vllm.v1.capture.dispatch.readout_keys import chunks_of, finalize_of, nothin
 from vllm.v1.capture.dispatch.row_buffer import Piece, RowBuffer, joined
 from vllm.v1.capture.groups import AnyChunk, AnyEnd, GroupChunk, GroupEnd
 from vllm.v1.capture.memory.row_copy import RowCopy
-from vllm.v1.capture.plan import CapturePlan, Reader
-from vllm.v1.capture.staging.blocks import LocalGroup
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
     CaptureResult,
     VllmInternalRequestId,
 )
-from vllm.v1.readouts.plan import ReadoutReader, ReadoutRows
+from vllm.v1.residual.capture_plan import CapturePlan, Reader
+from vllm.v1.residual.readout_plan import ReadoutReader, ReadoutRows
+from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END, Spans, only_last, overlap
 
 LAYER_CONVENTION = "0-based block index"

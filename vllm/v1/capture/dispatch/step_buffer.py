@@ -18,10 +18,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from vllm.v1.capture.dispatch.row_buffer import Piece, Span
-from vllm.v1.capture.staging.blocks import Block, BlockRow
 from vllm.v1.capture.staging.request_pages import Places
 from vllm.v1.capture.staging.ring import Segment, Staging
-from vllm.v1.capture.staging.step_layout import PlacedStep
+from vllm.v1.residual.row_blocks import Block, BlockRow
+from vllm.v1.residual.step_layout import PlacedStep
 from vllm.v1.residual.step_view import TrueStarts
 
 Found: TypeAlias = tuple[str, int, Piece]

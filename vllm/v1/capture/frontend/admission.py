@@ -20,7 +20,6 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
 from vllm.v1.capture.frontend.known_specs import KnownSpecs
-from vllm.v1.capture.plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.selectors import (
     check_range,
@@ -40,10 +39,11 @@ from vllm.v1.readouts.frontend.admission import (
     reader_of,
     staged_ranges,
 )
-from vllm.v1.readouts.plan import ReadoutPlan, ReadoutReader
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.residual.bounds import cut, listed, shown
+from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.residual.plugin_errors import message_of
+from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
 from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import Tap

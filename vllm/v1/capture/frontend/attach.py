@@ -16,9 +16,9 @@ from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.frontend.frontend import CaptureFrontend
 from vllm.v1.capture.frontend.request_ends import EndsSender
 from vllm.v1.capture.frontend.streaming import LiveRows
-from vllm.v1.capture.plan import CaptureEnd
 from vllm.v1.capture.registry import build_consumer, check_folders
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.residual.capture_plan import CaptureEnd
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -23,7 +23,6 @@ from vllm.v1.capture.frontend.status import CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
 from vllm.v1.capture.frontend.unsent import when_response_ends
 from vllm.v1.capture.frontend.waiting import ResultWaiter
-from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     CountersMessage,
@@ -34,6 +33,7 @@ from vllm.v1.capture.transport.zmq_channel import (
 from vllm.v1.capture.types import CaptureChunk
 from vllm.v1.capture.worker.stats_reporter import PERIOD_SECONDS
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
+from vllm.v1.residual.capture_plan import LIVE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

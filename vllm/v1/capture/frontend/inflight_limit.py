@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
-from vllm.v1.capture.plan import LIVE, CapturePlan
+from vllm.v1.residual.capture_plan import LIVE, CapturePlan
 from vllm.v1.residual.spans import overlap
 
 

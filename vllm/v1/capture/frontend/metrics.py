@@ -6,7 +6,8 @@ from typing import TypeAlias
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from vllm.v1.capture.stats import LEVELS, TOTALS, LaneCounters, ReadoutCounters
+from vllm.v1.capture.stats import LEVELS, TOTALS, LaneCounters
+from vllm.v1.residual.readout_plan import ReadoutCounters
 
 Place: TypeAlias = tuple[int, str]
 """`(engine, consumer instance)`."""

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from vllm import envs
 from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.errors import fail
-from vllm.v1.capture.plan import CapturePlan
+from vllm.v1.residual.capture_plan import CapturePlan
 
 Claim: TypeAlias = tuple[str, str]
 """`(instance, path)`, with the path as `places_of` of the consumer returns it."""

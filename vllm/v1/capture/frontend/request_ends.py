@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from vllm.v1.capture.plan import CaptureEnd
+from vllm.v1.residual.capture_plan import CaptureEnd
 
 if TYPE_CHECKING:
     from vllm.v1.capture.frontend.tracking import Sample

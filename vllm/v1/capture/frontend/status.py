@@ -8,15 +8,10 @@ from typing import Any
 import msgspec
 
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
-from vllm.v1.capture.plan import LIVE
-from vllm.v1.capture.stats import (
-    TOTALS,
-    LaneCounters,
-    MemoryCounters,
-    ReadoutCounters,
-    added,
-)
+from vllm.v1.capture.stats import TOTALS, LaneCounters, MemoryCounters, added
 from vllm.v1.capture.transport.zmq_channel import CountersMessage
+from vllm.v1.residual.capture_plan import LIVE
+from vllm.v1.residual.readout_plan import ReadoutCounters
 
 Source = tuple[int, int]
 """`(engine, pipeline stage)`: a worker that reports."""

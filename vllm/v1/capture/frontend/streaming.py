@@ -16,9 +16,9 @@ import torch
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.capabilities import ConsumerCapabilities
-from vllm.v1.capture.plan import LIVE, CapturePlan
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
+from vllm.v1.residual.capture_plan import LIVE, CapturePlan
 from vllm.v1.residual.spans import Spans, contains, only_last
 from vllm.v1.residual.tap import Tap
 

@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from vllm.v1.capture.staging.blocks import Block, LocalGroup, Pick
+from vllm.v1.residual.row_blocks import Block, LocalGroup, Pick
 from vllm.v1.residual.spans import Spans
 
 LEAST_RUN = 2 << 20

@@ -24,8 +24,8 @@ import torch
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.pinned import Pages, pin
 from vllm.v1.capture.sink import RowEncoder
-from vllm.v1.capture.staging.blocks import Block
 from vllm.v1.capture.staging.request_pages import Place, Places, RequestPages, gaps
+from vllm.v1.residual.row_blocks import Block
 
 
 class Segment(NamedTuple):

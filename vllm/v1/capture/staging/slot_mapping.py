@@ -15,8 +15,8 @@ import torch
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.staging.blocks import Block
-from vllm.v1.capture.staging.step_layout import Layout
+from vllm.v1.residual.row_blocks import Block
+from vllm.v1.residual.step_layout import Layout
 
 MOST_VIEWS = 64
 """Maximum number of cached views; creating one takes as long as copying into it."""

@@ -27,13 +27,14 @@ from vllm.v1.capture.groups import (
 )
 from vllm.v1.capture.memory.budget import collect_from
 from vllm.v1.capture.results import GroupedRows, RowsByTap, is_by_tap, sendable
-from vllm.v1.capture.stats import LaneCounters, MemoryCounters, ReadoutCounters
+from vllm.v1.capture.stats import LaneCounters, MemoryCounters
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender
 from vllm.v1.capture.transport.same_process import receive_at, stop_receiving
 from vllm.v1.capture.transport.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
 from vllm.v1.residual.plugin_errors import message_of
+from vllm.v1.residual.readout_plan import ReadoutCounters
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 logger = init_logger(__name__)

@@ -9,10 +9,10 @@ import torch
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
-from vllm.v1.capture.plan import LIVE
 from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
-from vllm.v1.capture.staging.step_layout import Layout, PlacedStep
+from vllm.v1.residual.capture_plan import LIVE
+from vllm.v1.residual.step_layout import Layout, PlacedStep
 
 STEPS_AT_ONCE = 128
 """Maximum number of steps whose rows are passed on together."""

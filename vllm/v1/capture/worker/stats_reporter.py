@@ -11,8 +11,9 @@ from vllm.logger import init_logger
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.memory.budget import BUDGET, collect_all
 from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.stats import MemoryCounters, ReadoutCounters
+from vllm.v1.capture.stats import MemoryCounters
 from vllm.v1.capture.transport.zmq_channel import CountersMessage, Outbox
+from vllm.v1.residual.readout_plan import ReadoutCounters
 
 logger = init_logger(__name__)
 

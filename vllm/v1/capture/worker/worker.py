@@ -28,7 +28,6 @@ from vllm.v1.capture.dispatch.request import (
 )
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.plan import LIVE, CapturePlan
 from vllm.v1.capture.registry import (
     as_sink,
     build_consumer,
@@ -37,10 +36,8 @@ from vllm.v1.capture.registry import (
 )
 from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.shutdown import flush_seconds
-from vllm.v1.capture.staging.blocks import local_groups
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
-from vllm.v1.capture.staging.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.same_process import hand_over
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
@@ -48,12 +45,15 @@ from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.offload import Offload, row_encoder
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.readouts.worker.worker import WorkerReadouts
+from vllm.v1.residual.capture_plan import LIVE, CapturePlan
+from vllm.v1.residual.row_blocks import local_groups
+from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.capture.plan import CaptureEnd
+    from vllm.v1.residual.capture_plan import CaptureEnd
 
 logger = init_logger(__name__)
 

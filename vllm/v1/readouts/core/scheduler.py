@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.readouts.plan import (
+from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, parts_of
+from vllm.v1.residual.readout_plan import (
     Readout,
     ReadoutPart,
     ReadoutPlan,
     RequestReadouts,
     StopWhen,
 )
-from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, parts_of
 from vllm.v1.residual.spans import Spans
 
 if TYPE_CHECKING:

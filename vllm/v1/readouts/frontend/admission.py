@@ -13,10 +13,10 @@ from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functions
 from vllm.v1.readouts.modules import ModuleInfo
-from vllm.v1.readouts.plan import Readout, ReadoutPlan, ReadoutReader, StopWhen
 from vllm.v1.residual.bounds import counted
 from vllm.v1.residual.numbers import finite_number, is_integer
 from vllm.v1.residual.plain_data import fault_of
+from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader, StopWhen
 from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import Tap
 

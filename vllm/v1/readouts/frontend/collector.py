@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
 from vllm.v1.readouts.frontend.rows import rows_of
-from vllm.v1.readouts.plan import (
+from vllm.v1.readouts.results import Joined, ReadoutResult
+from vllm.v1.residual.readout_plan import (
     Readout,
     ReadoutPart,
     ReadoutPlan,
     ReadoutRows,
     StopWhen,
 )
-from vllm.v1.readouts.results import Joined, ReadoutResult
 from vllm.v1.residual.spans import overlap
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vllm.v1.readouts.plan import Readout, ReadoutRows
 from vllm.v1.readouts.results import Array, ReadoutResult
+from vllm.v1.residual.readout_plan import Readout, ReadoutRows
 from vllm.v1.residual.tap import Tap
 
 BY_TAP = ("lens", "norm", "rows")

@@ -15,10 +15,10 @@ from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
 from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
-from vllm.v1.readouts.plan import Kind, Probe, Readout, Reduce
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32, is_integer
+from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce
 from vllm.v1.residual.selectors import parse_layers
 from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
@@ -28,8 +28,6 @@ from vllm.v1.steering.spec.arrays import as_array
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 ENTRY_POINTS = "vllm.readouts"
-
-"""The largest number of a probe's bias and thresholds."""
 MAX_VECTORS = 4096
 """Directions of a probe given in the request."""
 MAX_TOKENS = 1024

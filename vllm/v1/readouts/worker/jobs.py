@@ -13,9 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from vllm.v1.capture.staging.blocks import LocalGroup
-from vllm.v1.capture.staging.step_layout import Layout, PlacedStep
-from vllm.v1.readouts.plan import Readout
 from vllm.v1.readouts.token_steps import TokenResult, TokenTable
 from vllm.v1.readouts.worker.layout import (
     Indices,
@@ -24,7 +21,10 @@ from vllm.v1.readouts.worker.layout import (
     staged_groups,
     steps_until_change,
 )
+from vllm.v1.residual.readout_plan import Readout
+from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END
+from vllm.v1.residual.step_layout import Layout, PlacedStep
 
 JobKey: TypeAlias = tuple[Any, ...]
 

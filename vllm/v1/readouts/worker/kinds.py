@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from vllm.v1.readouts.modules import ProbeModule
-from vllm.v1.readouts.plan import Probe
 from vllm.v1.readouts.worker import probe_kernel, sum_kernel
 from vllm.v1.readouts.worker.jobs import Job
+from vllm.v1.residual.readout_plan import Probe
 
 Arrays: TypeAlias = dict[str, torch.Tensor]
 

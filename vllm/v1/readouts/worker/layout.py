@@ -9,9 +9,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.capture.staging.blocks import LocalGroup
-from vllm.v1.capture.staging.step_layout import Layout
+from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END, Spans
+from vllm.v1.residual.step_layout import Layout
 from vllm.v1.residual.tap import Tap
 
 Indices: TypeAlias = npt.NDArray[np.int64]

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.readouts.plan import ReadoutPart, RequestReadouts
 from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, TokenTable
 from vllm.v1.readouts.worker.jobs import Entry
+from vllm.v1.residual.readout_plan import ReadoutPart, RequestReadouts
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.receipts import Fired, StepReceipt

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.readouts.plan import Readout
+from vllm.v1.residual.readout_plan import Readout
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:

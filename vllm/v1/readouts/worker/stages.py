@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.readouts.plan import Kind, Readout
 from vllm.v1.readouts.worker.jobs import Entry, Job, JobKey, no_rows
 from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.pending import JobResult
+from vllm.v1.residual.readout_plan import Kind, Readout
 from vllm.v1.residual.tap import Tap
 
 HEADER, ROWS, VALUES = "readout_header", "readout_rows", "readout_values"

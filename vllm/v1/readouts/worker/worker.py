@@ -16,10 +16,6 @@ from vllm.distributed.parallel_state import (
     get_tp_group,
 )
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.capture.staging.blocks import LocalGroup
-from vllm.v1.capture.staging.step_layout import PlacedStep
-from vllm.v1.capture.stats import ReadoutCounters
-from vllm.v1.readouts.plan import Readout, ReadoutPlan
 from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker import probe_kernel, sum_kernel
 from vllm.v1.readouts.worker.head import Head
@@ -46,6 +42,9 @@ from vllm.v1.readouts.worker.stages import (
     followed,
     joined_jobs,
 )
+from vllm.v1.residual.readout_plan import Readout, ReadoutCounters, ReadoutPlan
+from vllm.v1.residual.row_blocks import LocalGroup
+from vllm.v1.residual.step_layout import PlacedStep
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Tap
 

@@ -5,7 +5,7 @@ from fork.language import add_field, add_import
 
 EDITS = [
     add_import(
-        "from vllm.v1.readouts.plan import ReadoutPart",
+        "from vllm.v1.residual.readout_plan import ReadoutPart",
         why="The type of the field.",
     ),
     add_import(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from vllm.v1.capture.staging.blocks import (
+from vllm.v1.residual.row_blocks import (
     Block,
     BlockRows,
     Columns,

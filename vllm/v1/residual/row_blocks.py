@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from vllm.v1.capture.plan import READOUTS, CapturePlan, Reader
+from vllm.v1.residual.capture_plan import READOUTS, CapturePlan, Reader
 from vllm.v1.residual.spans import Spans, overlap
 from vllm.v1.residual.tap import Tap
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import plan_for, positions, taps, wanted
-from vllm.v1.capture.staging.blocks import (
+from vllm.v1.capture.staging.slot_mapping import assign_slots, no_slots
+from vllm.v1.residual.row_blocks import (
     MOST_EMPTY,
     Block,
     BlockRow,
@@ -20,7 +21,6 @@ from vllm.v1.capture.staging.blocks import (
     pick_rows,
     rows_of,
 )
-from vllm.v1.capture.staging.slot_mapping import assign_slots, no_slots
 from vllm.v1.residual.step_view import Decoding, StepView
 
 PROMPT, END = 6, 16

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import plan_for, positions, wanted
-from vllm.v1.capture.plan import CapturePlan, group_taps
+from vllm.v1.residual.capture_plan import CapturePlan, group_taps
 from vllm.v1.residual.spans import OPEN_END, merged, overlap, spans_of
 
 END = 24

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.staging.blocks import LocalGroup, pick_rows
 from vllm.v1.capture.staging.slot_mapping import slots_of
-from vllm.v1.capture.staging.step_layout import PlacedStep, StepLayout, steps_alike
+from vllm.v1.residual.row_blocks import LocalGroup, pick_rows
 from vllm.v1.residual.spans import OPEN_END, Spans, contains, spans_of
+from vllm.v1.residual.step_layout import PlacedStep, StepLayout, steps_alike
 from vllm.v1.residual.step_view import StepView
 
 TAPS, MOST_ROWS = 4, 24

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The resolved capture plan of a request, in the form that is sent to the workers.
+
+A plan is made once, at admission, from the specs that the request carries and the
+global specs of consumers. Nothing after admission interprets user input again. This
+module does not import torch, because `vllm.sampling_params` imports it.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+
+import msgspec
+
+from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutRows
+from vllm.v1.residual.spans import Spans, merged, overlap
+from vllm.v1.residual.tap import Tap
+
+LIVE = "*live"
+"""Name of the reader whose rows go to the front end after each step."""
+
+READOUTS = "*readouts"
+"""Name of the reader whose rows stay on the device.
+
+What is computed from them is returned with the output of the step.
+"""
+
+
+class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one request (one sample), as its client sees it.
+
+    Sent to the workers with a scheduler output, after all steps that computed rows of
+    the request. Only the front end knows which generated tokens the output holds: it
+    detects stop strings and issues aborts.
+    """
+
+    request_id: str
+    reply_to: str
+    token_ids: list[int]
+    sample_index: int
+    finish_reason: str
+    instances: list[str]
+    readouts: list[ReadoutRows] = []
+    """The results of readouts that consumers take."""
+
+
+class Reader(msgspec.Struct, frozen=True, array_like=True):
+    """A consumer instance, and the positions at which it reads the rows of a group."""
+
+    instance: str
+    ranges: Spans
+
+
+class TapGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Taps that the same readers read at the same positions.
+
+    `ranges` are the positions that are staged: the union of the readers' ranges,
+    widened if the true positions of a step are unknown when it starts (see `widened`).
+
+    The rows of a group are staged, copied and delivered as one block
+    `[taps, rows, hidden_size]`, which keeps the cost per step low.
+    """
+
+    taps: tuple[Tap, ...]
+    ranges: Spans
+    readers: tuple[Reader, ...]
+
+
+class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
+    """What is captured of one request, and for whom."""
+
+    client_request_id: str
+    num_prompt_tokens: int
+    groups: tuple[TapGroup, ...]
+    reply_to: str
+    """ZMQ address at which the front end that admitted the request takes results."""
+    num_samples: int = 1
+    """`n` of the request; each sample runs as a separate engine request."""
+    readouts: ReadoutPlan | None = None
+    """What is computed on the device from rows, which are not delivered."""
+
+    @property
+    def first_prompt_row(self) -> int | None:
+        """The lowest captured prompt position; None if no prompt token is captured.
+
+        Only positions below it may come from the prefix cache.
+        """
+        starts = [
+            group.ranges[0][0]
+            for group in self.groups
+            if group.ranges and group.ranges[0][0] < self.num_prompt_tokens
+        ]
+        return min(starts, default=None)
+
+    @property
+    def num_taps(self) -> int:
+        """The maximum number of rows per token."""
+        return sum([len(group.taps) for group in self.groups])
+
+    def rows_in(self, start: int, stop: int) -> int:
+        """The number of rows, over all taps, at the positions `[start, stop)`."""
+        return sum(
+            len(group.taps) * (last - first)
+            for group in self.groups
+            for first, last in overlap(group.ranges, start, stop)
+        )
+
+    @property
+    def row_lanes(self) -> tuple[str, ...]:
+        """Names of all readers that rows are delivered to (not `READOUTS`), sorted."""
+        readers = {reader.instance for g in self.groups for reader in g.readers}
+        return tuple(sorted(readers - {READOUTS}))
+
+    @property
+    def only_reduces(self) -> bool:
+        """Whether only readouts use the rows, and those of the prompt are reduced."""
+        if self.readouts is None or self.row_lanes:
+            return False
+        return all(one.reduce != "none" for one in self.readouts.readouts)
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Names of all readers of rows, and of results of readouts, sorted."""
+        if self.readouts is None or not self.readouts.readers:
+            return self.row_lanes
+        results = {reader.instance for reader in self.readouts.readers}
+        return tuple(sorted(results.union(self.row_lanes)))
+
+    @property
+    def instances(self) -> tuple[str, ...]:
+        """Names of the consumer instances, each of which returns a result."""
+        return tuple(name for name in self.lanes if name != LIVE)
+
+
+def widened(ranges: Spans, num_prompt_tokens: int, lag: int) -> Spans:
+    """The assumed positions of a step whose true positions may lie in `ranges`.
+
+    The scheduler assumes that all draft tokens of the previous step are accepted. If
+    some are rejected, the assumed positions of generated tokens are up to `lag` too
+    high. Positions of prompt tokens are exact.
+    """
+    return merged(
+        (first, last + lag if last > num_prompt_tokens else last)
+        for first, last in ranges
+    )
+
+
+def group_taps(
+    wanted: Mapping[str, Mapping[Tap, Spans]],
+    num_prompt_tokens: int = 0,
+    lag: int = 0,
+) -> tuple[TapGroup, ...]:
+    """Group taps by readers, so that each wanted row is staged exactly once.
+
+    Args:
+        wanted: per consumer instance, the ranges that it reads at each tap.
+        num_prompt_tokens: of the request.
+        lag: by how many tokens the scheduler's positions may be too high; see
+            `widened`.
+
+    """
+    if len(wanted) == 1:  # Usually one reader, which reads the same ranges at all taps.
+        ((instance, taps),) = wanted.items()
+        if len(alike := set(taps.values())) == 1:
+            alone = (Reader(instance, alike.pop()),)
+            ranges = widened(alone[0].ranges, num_prompt_tokens, lag)
+            return (TapGroup(tuple(sorted(taps)), ranges, alone),)
+    readers: dict[Tap, list[Reader]] = {}
+    for instance in sorted(wanted):
+        for tap, ranges in wanted[instance].items():
+            readers.setdefault(tap, []).append(Reader(instance, ranges))
+    by_readers: dict[tuple[Reader, ...], list[Tap]] = {}
+    for tap in sorted(readers):
+        by_readers.setdefault(tuple(readers[tap]), []).append(tap)
+    return tuple(
+        TapGroup(
+            tuple(taps),
+            widened(
+                merged(chain(*[reader.ranges for reader in group])),
+                num_prompt_tokens,
+                lag,
+            ),
+            group,
+        )
+        for group, taps in by_readers.items()
+    )
