@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from examples.demo import serving
-from tests.steering.sae import _layouts
+from tests.v1.residual.sae import _layouts
 from vllm.steering.vectors import load_vectors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

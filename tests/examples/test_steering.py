@@ -12,7 +12,7 @@ from tests.support.scripts import load
 from tests.v1.steering import _engine  # noqa: F401 - sets the environment
 from vllm.steering.extract import CONSUMER
 from vllm.steering.vectors import load_vectors
-from vllm.v1.steering.spec.model_identity import identity_of_path
+from vllm.v1.residual.model_identity import identity_of_path
 from vllm.v1.steering.spec.provenance import Source
 
 ROOT = Path(__file__).parents[2]

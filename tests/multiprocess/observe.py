@@ -125,7 +125,7 @@ def gated() -> list[dict[str, Any]]:
 
 def save_transcoder(folder: Path) -> Path:
     """Save `SAE`; returns its folder."""
-    from tests.steering.sae import _layouts
+    from tests.v1.residual.sae import _layouts
 
     names = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "W_skip")
     places = {"hook_name": "blocks.0.hook_resid_post"}

@@ -90,18 +90,18 @@ def test_a_copy_may_say_that_it_belongs_to_another_model() -> None:
         for_model(vectors, "/no/such/folder")
 
 
-def test_an_sae_needs_a_feature_and_a_whole_place(tmp_path: Path) -> None:
+def test_an_sae_needs_a_feature_and_keeps_its_place(tmp_path: Path) -> None:
     decoder = np.eye(3, dtype=np.float32)
     name = "blocks.1.hook_resid_pre"
     folder = _foreign.saelens(tmp_path / "sae", decoder, hook_name=name)
     with pytest.raises(SteeringValidationError, match="--feature"):
         read_vectors(folder)
-    with pytest.raises(SteeringValidationError, match="both --hook and --layer"):
-        read_vectors(folder, Reading(feature=0, layer=1))
     for path in (folder, folder / "cfg.json"):
-        assert list(read_vectors(path, Reading(feature=0)).vectors) == [(1, "pre_attn")]
-    moved = read_vectors(folder, Reading(feature=0, layer=4, hook="post_attn"))
-    assert list(moved.vectors) == [(4, "post_attn")]
+        for place in ({}, {"layer": 1}, {"hook": "pre_attn"}):
+            found = read_vectors(path, Reading(feature=0, **place))
+            assert list(found.vectors) == [(1, "pre_attn")]
+    with pytest.raises(SteeringValidationError, match="move no vector"):
+        read_vectors(folder, Reading(feature=0, layer=4, hook="post_attn"))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,7 @@ def test_facts_after_a_files_name_may_hold_an_address() -> None:
 
 def test_unknown_forms_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SteeringValidationError, match="no known form"):
+        (tmp_path / "v.txt").touch()
         read_vectors(tmp_path / "v.txt")
     with pytest.raises(SteeringValidationError, match="cannot be written.*'.npz'"):
         write_vectors(tmp_path / "v.svec", one())

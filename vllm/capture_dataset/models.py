@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def facts_of_engine(llm: "LLM") -> ModelFacts:
     """The facts of an engine's model; the tokenizer's digest is filled in later."""
-    from vllm.v1.steering.spec.model_identity import identity_of
+    from vllm.v1.residual.model_identity import identity_of
 
     config = llm.llm_engine.vllm_config
     identity = identity_of(config)

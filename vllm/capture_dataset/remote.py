@@ -66,7 +66,7 @@ class ServerRunner:
         }
 
     def _facts(self, model: dict[str, Any], root: str) -> ModelFacts:
-        from vllm.v1.steering.spec.model_identity import digest_of_weights
+        from vllm.v1.residual.model_identity import digest_of_weights
 
         width, dtype = self._try()
         return ModelFacts(

@@ -1,152 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes vectors in all supported file formats."""
+"""Converts vectors: selects, scales and writes them in other forms."""
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from vllm.steering.dictionaries import (
-    NUMBERS,
-    Numbers,
-    read_dictionary,
-    write_dictionary,
-)
-from vllm.steering.gguf import Layers, Writer, read_gguf, write_gguf
-from vllm.steering.sae.load import load_sae
-from vllm.steering.saelens import CONFIG, WEIGHTS, read_saelens
-from vllm.steering.svec import read_svec
-from vllm.steering.vectors import VectorSet, load_vectors, vector_set
-from vllm.v1.residual.addresses import resolve_tap
-from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.tap import HOOK_NAMES, Tap
-from vllm.v1.steering.errors import SteeringValidationError, fail
-from vllm.v1.steering.spec.files import is_ours
+from vllm.steering.gguf import Writer, write_gguf
+from vllm.v1.residual.tap import Tap
+from vllm.v1.steering.errors import fail
+from vllm.v1.steering.spec.files import Reading, VectorSet, read_vectors
 from vllm.v1.steering.spec.provenance import Provenance, Source
 
-SAE_FILES = (CONFIG, "params.npz", "params.safetensors")
-"""Files by which an SAE's folder is recognised."""
-OURS = (".safetensors", ".json")
-DICTIONARIES = (".pt", ".pth", ".npy", ".npz")
-WRITTEN = (".pt", ".pth", ".npz")
-SVEC = ".svec"
+__all__ = ["Reading", "for_model", "read_vectors", "reworked", "write_vectors"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How to read a file: information that the file itself may lack."""
-
-    hook: str | None = None
-    """Hook point where vectors act: for dictionaries, single vectors and SAEs."""
-    layer: int | None = None
-    """0-based layer: for single vectors and SAEs."""
-    numbers: Numbers | None = None
-    """Meaning of numeric keys in a dictionary, see `NUMBERS`."""
-    gguf_layers: Layers = "applied"
-    """Whether `direction.L` of a GGUF file is put where it is applied or measured."""
-    feature: int | None = None
-    """Row of an SAE's decoder."""
-    key: str | None = None
-    """Name of the tensor to read from a file with several."""
-    scale: float = 1.0
-    """Factor for the vectors."""
-
-    @classmethod
-    def parse(cls, text: str) -> "Reading":
-        """Parse the options after a file's name, such as `hook=post_block&layer=15`.
-
-        Raises:
-            SteeringValidationError: an option is unknown or its value is invalid.
-
-        """
-        kinds = {"layer": int, "feature": int, "scale": float}
-        values: dict[str, Any] = {}
-        for part in text.split("&"):
-            name, _, value = part.partition("=")
-            try:
-                values[name] = kinds.get(name, str)(value)
-                _check_choice(name, values[name])
-            except (KeyError, ValueError):
-                raise fail(
-                    f"path: {shown(part)} after the file's name must be one of "
-                    f"{list(_CHOICES)} with a valid value, as in "
-                    "FILE?hook=post_block&layer=15",
-                    "path",
-                    text,
-                ) from None
-        if "hook" in values:
-            found = resolve_tap(values.get("layer"), values["hook"])
-            if found is None:
-                raise fail(
-                    f"path: hook={shown(values['hook'])} after the file's name must be "
-                    f"one of {list(HOOK_NAMES)}, or an address such as post_block.3 "
-                    "without another layer",
-                    "path",
-                    text,
-                )
-            values["layer"], values["hook"] = found
-        return cls(**values)
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "hook": (),
-    "layer": (),
-    "numbers": tuple(NUMBERS),
-    "gguf_layers": ("applied", "measured"),
-    "feature": (),
-    "key": (),
-    "scale": (),
-}
-
-
-def _check_choice(name: str, value: Any) -> None:
-    """Raise KeyError for an unknown option and ValueError for an invalid value."""
-    allowed = _CHOICES[name]
-    if allowed and value not in allowed:
-        raise ValueError(value)
-
-
-def read_vectors(path: str | Path, reading: Reading | None = None) -> VectorSet:
-    """Read a file of vectors; its name determines the format.
-
-    Args:
-        path: a file, or the folder of an SAE.
-        reading: information that the file lacks.
-
-    Raises:
-        SteeringValidationError: the format is unknown or the file is invalid.
-
-    """
-    reading = reading or Reading()
-    file = Path(path)
-    found = _read(file, reading)
-    return found if reading.scale == 1.0 else reworked(found, scale=reading.scale)
-
-
-def _read(file: Path, reading: Reading) -> VectorSet:
-    if file.is_dir() or file.name in SAE_FILES or reading.feature is not None:
-        return _read_sae(file.parent if file.name == CONFIG else file, reading)
-    if file.suffix in OURS and not _is_foreign(file, reading):
-        return load_vectors(file)
-    if file.suffix == ".gguf":
-        return read_gguf(file, reading.gguf_layers)
-    if file.suffix == SVEC:
-        return read_svec(file, reading.hook)
-    if file.suffix in (*DICTIONARIES, ".safetensors"):
-        hook = reading.hook or "post_block"
-        return read_dictionary(file, reading.numbers, hook, reading.layer, reading.key)
-    raise _unknown(file)
-
-
-def _is_foreign(file: Path, reading: Reading) -> bool:
-    """Whether a safetensors file is to be read as a dictionary of tensors."""
-    if file.suffix != ".safetensors" or not file.is_file():
-        return False
-    chosen = reading.key is not None or reading.layer is not None
-    return chosen or not is_ours(file)
+WRITTEN = (".safetensors", ".json", ".gguf", ".pt", ".pth", ".npz")
 
 
 def write_vectors(
@@ -179,11 +51,11 @@ def write_vectors(
     elif file.suffix == ".gguf":
         write_gguf(file, vectors, writer, hint)
     elif file.suffix in WRITTEN:
-        write_dictionary(file, vectors)
+        _write_dictionary(file, vectors)
     else:
         raise fail(
             f"path: {str(file)!r} cannot be written; the forms that can be are "
-            f"{[*OURS, '.gguf', *WRITTEN]}",
+            f"{list(WRITTEN)}",
             "path",
             str(file),
         )
@@ -233,7 +105,7 @@ def for_model(vectors: VectorSet, model: str) -> VectorSet:
             not match.
 
     """
-    from vllm.v1.steering.spec.model_identity import identity_of_path
+    from vllm.v1.residual.model_identity import identity_of_path
 
     try:
         identity = identity_of_path(model)
@@ -257,40 +129,6 @@ def for_model(vectors: VectorSet, model: str) -> VectorSet:
     return replace(vectors, provenance=said)
 
 
-def _read_sae(folder: Path, reading: Reading) -> VectorSet:
-    if reading.feature is None:
-        raise fail(
-            f"feature: {str(folder)!r} is an SAE; select a feature with --feature",
-            "feature",
-            None,
-        )
-    tap = None
-    if reading.hook is not None or reading.layer is not None:
-        if reading.hook is None or reading.layer is None:
-            raise fail(
-                "hook: for an SAE give both --hook and --layer, or neither",
-                "hook",
-                reading.hook,
-            )
-        tap = (reading.layer, reading.hook)
-    if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
-        return read_saelens(folder, reading.feature, tap)
-    sae = load_sae(folder)
-    place = tap or sae.writes.tap
-    if place is None or not 0 <= reading.feature < len(sae.w_dec):
-        wrong = "hook" if place is None else "feature"
-        raise fail(
-            f"{wrong}: {str(folder)!r} has the features 0 to {len(sae.w_dec) - 1} at "
-            f"{sae.writes.name or 'a place that it does not name'}"
-            + ("; give the place of one with --hook and --layer" if not place else ""),
-            wrong,
-            reading.feature,
-        )
-    origin = f"feature {reading.feature} of the SAE {sae.name} ({sae.layout})"
-    row = sae.w_dec[reading.feature].float()
-    return vector_set({place: row}, Provenance(origin=origin), str(folder))
-
-
 def _json(vectors: VectorSet) -> str:
     spec = {
         hook: {str(layer): entry["vector"].tolist() for layer, entry in layers.items()}
@@ -303,11 +141,11 @@ def _json(vectors: VectorSet) -> str:
     return json.dumps({"vectors": spec, "metadata": said})
 
 
-def _unknown(file: Path) -> SteeringValidationError:
-    forms = [*OURS, ".gguf", SVEC, *DICTIONARIES]
-    return fail(
-        f"path: {str(file)!r} has no known form; known forms are {forms}, and the "
-        "folder of an SAE",
-        "path",
-        str(file),
-    )
+def _write_dictionary(path: Path, vectors: VectorSet) -> None:
+    """Write `{"HOOK.LAYER": vector}`, without the provenance."""
+    named = {f"{hook}.{layer}": v for (layer, hook), v in vectors.vectors.items()}
+    if path.suffix == ".npz":
+        np.savez(path, **named)  # type: ignore[arg-type]
+    else:
+        tensors = {name: torch.from_numpy(v.copy()) for name, v in named.items()}
+        torch.save(tensors, path)

@@ -9,11 +9,11 @@ import numpy as np
 
 from vllm.steering.directions import Direction, Method, Rows, direction
 from vllm.steering.pairs import Pair, Prompt
-from vllm.steering.vectors import VectorSet, vector_set
+from vllm.v1.residual.model_identity import identity_of
 from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.model_identity import identity_of
+from vllm.v1.steering.spec.files import VectorSet, vector_set
 from vllm.v1.steering.spec.provenance import Provenance
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.steering.extract import ask
 from vllm.steering.pairs import Prompt
-from vllm.steering.vectors import VectorSet
+from vllm.v1.residual.model_identity import identity_of
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.model_identity import identity_of
+from vllm.v1.steering.spec.files import VectorSet
 from vllm.v1.steering.spec.provenance import Source
 
 if TYPE_CHECKING:

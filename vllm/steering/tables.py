@@ -7,8 +7,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from vllm.steering.directions import Direction
-from vllm.steering.vectors import VectorSet
 from vllm.v1.residual.tap import Tap
+from vllm.v1.steering.spec.files import VectorSet
 
 if TYPE_CHECKING:
     from vllm.steering.sweep import Cell

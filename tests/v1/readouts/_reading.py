@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tests.steering.sae import _layouts
 from tests.support.captured import CapturedEngine
+from tests.v1.residual.sae import _layouts
 from vllm import RequestOutput, SamplingParams
-from vllm.steering.sae import SparseAutoencoder, load_sae
 from vllm.v1.readouts.modules import save_probe, save_translator
+from vllm.v1.residual.sae import SparseAutoencoder, load_sae
 
 HIDDEN, LAYERS, FEATURES, K = 64, 3, 200, 6
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from tests.steering.sae import _layouts
+from tests.v1.residual.sae import _layouts
 from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.readouts.modules import (
@@ -23,9 +23,9 @@ from vllm.v1.readouts.modules import (
     save_probe,
 )
 from vllm.v1.readouts.worker.kinds import probe_values
+from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.named import NamedFiles
-from vllm.v1.steering.spec.model_identity import ModelIdentity
 
 HOOK = "post_block"
 

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from vllm.config.steering import SteeringConfig
+from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.steering.core import engine as engines
 from vllm.v1.steering.core import name_log
 from vllm.v1.steering.core.scheduler import SteeringScheduling
@@ -17,7 +18,6 @@ from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
 from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
 from vllm.v1.steering.frontend.modules import SteeringModules
-from vllm.v1.steering.spec.model_identity import ModelIdentity
 from vllm.v1.steering.spec.parse import SteeredModel
 from vllm.v1.steering.worker.worker import WorkerSteering
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.steering.sae import _layouts
+from tests.v1.residual.sae import _layouts
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
-from vllm.steering.sae import SparseAutoencoder, encode, load_sae
+from vllm.v1.residual.sae import SparseAutoencoder, encode, load_sae
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from vllm.steering.evaluation.measures import divergence, repetition, standard_e
 from vllm.steering.extract import capture_rows
 from vllm.steering.pairs import Pair, Prompt
 from vllm.steering.sweep import Generated, mean, perplexities
-from vllm.steering.vectors import VectorSet
+from vllm.v1.steering.spec.files import VectorSet
 
 if TYPE_CHECKING:
     from vllm import LLM

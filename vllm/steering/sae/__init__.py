@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse autoencoders of several projects, in one form.
+"""Sparse autoencoders of several projects; see `vllm.v1.residual.sae`."""
 
-`load_sae(path)` detects the layout of a file or folder and returns a
-`SparseAutoencoder`, in which everything that can be folded into weights is folded: an
-engine needs one matrix product, one threshold or top-k, and one decoder row.
-"""
-
-from vllm.steering.sae.encode import decode, encode, preactivations
-from vllm.steering.sae.load import load_sae
-from vllm.steering.sae.record import SAEPlace, SparseAutoencoder
+from vllm.v1.residual.sae import (
+    SAEPlace,
+    SparseAutoencoder,
+    decode,
+    encode,
+    load_sae,
+    preactivations,
+)
 
 __all__ = [
     "SAEPlace",

@@ -19,8 +19,8 @@ from vllm.v1.readouts.modules import (
     load_module,
 )
 from vllm.v1.residual.before_fork import end_openmp_threads
+from vllm.v1.residual.model_identity import identity_of_config
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
-from vllm.v1.steering.spec.model_identity import identity_of_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

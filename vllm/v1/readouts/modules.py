@@ -21,14 +21,14 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from vllm.steering.sae import SparseAutoencoder, load_sae
-from vllm.steering.sae.load import FILES as SAE_FILES
 from vllm.v1.readouts.errors import fail
 from vllm.v1.residual.addresses import hook_name
+from vllm.v1.residual.model_identity import ModelIdentity
+from vllm.v1.residual.sae import SparseAutoencoder, load_sae
+from vllm.v1.residual.sae.files import SAEFileError
+from vllm.v1.residual.sae.load import FILES as SAE_FILES
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
-from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.model_identity import ModelIdentity
 
 FORMAT = "clearbox-readout-v1"
 
@@ -143,7 +143,7 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
                     path,
                 )
         return load_sae(path, tap)
-    except SteeringValidationError as error:
+    except SAEFileError as error:
         raise fail(f"{name}: {error.args[0]}", "path", path) from None
     except OSError as error:  # No permission, or no name that a file can have.
         why = error.strerror or type(error).__name__

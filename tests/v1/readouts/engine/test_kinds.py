@@ -13,9 +13,9 @@ from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.plugins import install
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
 from vllm import SamplingParams
-from vllm.steering.sae import encode
 from vllm.v1.capture.worker.offload import Offload
 from vllm.v1.readouts.worker import custom
+from vllm.v1.residual.sae import encode
 
 pytestmark = pytest.mark.e2e
 

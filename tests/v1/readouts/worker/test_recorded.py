@@ -22,7 +22,6 @@ from tests.v1.readouts.worker.test_worker import (
     draw,
     row,
 )
-from vllm.steering.sae import SparseAutoencoder
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.readouts.frontend.admission import staged_ranges
 from vllm.v1.readouts.modules import ProbeModule
@@ -31,6 +30,7 @@ from vllm.v1.readouts.worker.pending import PendingReadouts
 from vllm.v1.readouts.worker.recorded import RecordedSteps
 from vllm.v1.residual.readout_plan import Probe, Readout, ReadoutPlan
 from vllm.v1.residual.row_blocks import LocalGroup
+from vllm.v1.residual.sae import SparseAutoencoder
 from vllm.v1.residual.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
 

@@ -13,6 +13,7 @@ from vllm.config import ParallelConfig
 from vllm.config.readouts import ReadoutConfig
 from vllm.config.steering import SteeringConfig
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.steering.errors import (
     SteeringChangeError,
     SteeringValidationError,
@@ -21,7 +22,6 @@ from vllm.v1.steering.errors import (
 )
 from vllm.v1.steering.frontend import frontend as frontend_module
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
-from vllm.v1.steering.spec.model_identity import ModelIdentity
 
 CHANGED = SteeringChangeError("no rank has changed its steering: no memory")
 REFUSED = fail("vectors: too much. Use smaller ones", "vectors", 1e39)

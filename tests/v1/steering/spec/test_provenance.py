@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from vllm.steering.vectors import load_vectors
-from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.files import FORMAT, load_module, read_module, save_module
-from vllm.v1.steering.spec.model_identity import (
+from vllm.v1.residual.model_identity import (
     ModelIdentity,
     digest_of_weights,
     identity_of_path,
 )
+from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.spec.files import FORMAT, load_module, read_module, save_module
 from vllm.v1.steering.spec.provenance import LAYER_CONVENTION, Provenance
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo_model" / "weights"

@@ -13,7 +13,7 @@ from vllm.entrypoints.cli.steer.options import (
     start_engine,
 )
 from vllm.v1.readouts.errors import fail
-from vllm.v1.steering.spec.model_identity import digest_of_weights
+from vllm.v1.residual.model_identity import digest_of_weights
 
 
 def add_arguments(parser: Any) -> None:

@@ -5,14 +5,14 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.residual.addresses import hook_name, parse_address, resolve_tap
+from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.tap import HOOK_NAMES
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
-    from vllm.steering.convert import Reading
     from vllm.steering.pairs import Prompt
+    from vllm.v1.steering.spec.files import Reading
 
 
 def add_engine_arguments(parser: Any) -> None:
@@ -147,20 +147,20 @@ def parse_scales(text: str) -> list[float]:
 
 def add_reading_arguments(parser: Any) -> None:
     """Add the options that supply what a file of another library may lack."""
-    from vllm.steering.dictionaries import NUMBERS
+    from vllm.v1.steering.spec.files.reading import GGUF_LAYERS, NUMBERS
 
     group = parser.add_argument_group(
-        "reading", "Facts that the file does not contain."
+        "reading",
+        "Facts that the file does not contain; they may also follow its name, as in "
+        "FILE?hook=post_block&layer=15.",
     )
     group.add_argument(
         "--hook",
         type=parse_hook,
-        help="The hook point, or an address such as resid_post.3; for dictionaries "
-        "whose keys are numbers, for one vector, and for SAEs.",
+        help="The hook point, or an address such as resid_post.3, of a vector whose "
+        "file names no place; of other files, the vectors to read.",
     )
-    group.add_argument(
-        "--layer", type=int, help="The layer, for one vector and for an SAE."
-    )
+    group.add_argument("--layer", type=int, help="The layer, in the same way.")
     group.add_argument("--key", help="The tensor to use of a file with several.")
     group.add_argument(
         "--numbers",
@@ -170,10 +170,9 @@ def add_reading_arguments(parser: Any) -> None:
     )
     group.add_argument(
         "--gguf-layers",
-        choices=("applied", "measured"),
-        default="applied",
-        help="applied: direction.L of a GGUF file acts on the output of block L, "
-        "counted from 0, as in repeng and llama.cpp; measured: where it was "
+        choices=GGUF_LAYERS,
+        help="applied, the default: direction.L of a GGUF file acts on the output of "
+        "block L, counted from 0, as in repeng and llama.cpp; measured: where it was "
         "measured, which for files of llama.cpp's cvector-generator is block L - "
         "1.",
     )
@@ -182,21 +181,11 @@ def add_reading_arguments(parser: Any) -> None:
 
 def reading_of(args: argparse.Namespace) -> "Reading":
     """The `Reading` that the options describe."""
-    from vllm.steering.convert import Reading
+    from vllm.v1.steering.spec.files import Reading
 
-    layer, hook = args.layer, args.hook
-    if hook is not None:
-        found = resolve_tap(layer, hook)
-        if found is None:
-            raise fail(
-                f"layer: leave out --layer, because the address {hook!r} includes it",
-                "layer",
-                layer,
-            )
-        layer, hook = found
-    return Reading(
-        hook=hook,
-        layer=layer,
+    return Reading.resolved(
+        hook=args.hook,
+        layer=args.layer,
         numbers=args.numbers,
         gguf_layers=args.gguf_layers,
         feature=args.feature,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from vllm.steering.sae import SparseAutoencoder
 from vllm.v1.readouts.modules import (
     Module,
     ProbeModule,
@@ -14,6 +13,7 @@ from vllm.v1.readouts.modules import (
     load_module,
 )
 from vllm.v1.readouts.worker.sae import on_device
+from vllm.v1.residual.sae import SparseAutoencoder
 
 if TYPE_CHECKING:
     from vllm.config.readouts import ReadoutConfig

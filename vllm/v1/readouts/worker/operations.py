@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.steering.sae import SparseAutoencoder
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.worker import probe_kernel
 from vllm.v1.readouts.worker.custom import CustomReadouts
@@ -22,6 +21,7 @@ from vllm.v1.readouts.worker.kinds import (
 )
 from vllm.v1.readouts.worker.pending import JobResult
 from vllm.v1.readouts.worker.sae import sae_values
+from vllm.v1.residual.sae import SparseAutoencoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,13 +15,13 @@ from weakref import WeakSet
 import torch
 
 from vllm.logger import init_logger
-from vllm.steering.sae import SparseAutoencoder
 from vllm.v1.readouts.modules import ProbeModule
 from vllm.v1.readouts.worker.jobs import Job, JobKey, JobSet
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.readouts.worker.operations import Operations
 from vllm.v1.readouts.worker.pending import MOST_WAITING_BYTES, JobResult
 from vllm.v1.readouts.worker.probe_kernel import suits
+from vllm.v1.residual.sae import SparseAutoencoder
 
 logger = init_logger(__name__)
 T = TypeVar("T")

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from vllm.steering.sae import SparseAutoencoder
-from vllm.steering.sae.encode import normalised, select
 from vllm.v1.readouts.worker.kinds import Arrays
+from vllm.v1.residual.sae import SparseAutoencoder
+from vllm.v1.residual.sae.encode import normalised, select
 
 
 def on_device(

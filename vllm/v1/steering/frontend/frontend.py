@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.readouts.engine_args import check_places
 from vllm.v1.residual.engine_call import call_engine
+from vllm.v1.residual.model_identity import identity_of
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.errors import as_refused, fail
 from vllm.v1.steering.frontend.admission import (
@@ -23,7 +24,6 @@ from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.describe import describe, describe_applied
 from vllm.v1.steering.spec.files import read_module
 from vllm.v1.steering.spec.matrix import check_no_whole_prompt
-from vllm.v1.steering.spec.model_identity import identity_of
 from vllm.v1.steering.spec.parse import SteeredModel
 from vllm.v1.steering.spec.placement import placement_of
 from vllm.v1.steering.spec.provenance import (

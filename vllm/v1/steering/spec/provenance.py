@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.residual.numbers import is_finite, is_integer
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.plan import Vector
-from vllm.v1.steering.spec.model_identity import ModelIdentity
 from vllm.v1.steering.spec.parse import Parsed
 
 LAYER_CONVENTION = "0-based block index"

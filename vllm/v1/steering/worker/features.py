@@ -17,7 +17,7 @@ from vllm.model_executor.layers.residual.program import (
     Instruction,
     Kind,
 )
-from vllm.steering.sae import SparseAutoencoder
+from vllm.v1.residual.sae import SparseAutoencoder
 from vllm.v1.steering.features import MAX_CARRIED, FeatureUse
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, carried_of

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from vllm.steering.dictionaries import read_dictionary, write_dictionary
-from vllm.steering.vectors import vector_set
+from vllm.steering.convert import write_vectors
 from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.spec.files import vector_set
+from vllm.v1.steering.spec.files.dictionaries import read_dictionary
 from vllm.v1.steering.spec.parse import HOOKS
 
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -85,7 +86,7 @@ def test_written_then_read_is_the_same(
     tmp_path_factory: Any, vectors: dict[Any, np.ndarray], suffix: str
 ) -> None:
     path = tmp_path_factory.mktemp("dictionary") / f"v{suffix}"
-    write_dictionary(path, vector_set(vectors))
+    write_vectors(path, vector_set(vectors))
     found = read_dictionary(path)
     assert found.vectors.keys() == vectors.keys()
     for tap, vector in vectors.items():
@@ -113,8 +114,9 @@ def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: Any) -> None:
     ("content", "said"),
     [
         ({}, "dictionary of vectors"),
-        (torch.zeros(3), "without its place"),
-        ({"somewhere": torch.ones(3)}, "neither HOOK.LAYER"),
+        (torch.zeros(3), "no key of .* is a number"),
+        ({"somewhere": torch.ones(3)}, "numbers"),
+        ({"x": torch.ones(3), 1: torch.ones(3)}, "neither HOOK.LAYER"),
         ({1: torch.ones(3), "1": torch.ones(3)}, "layer 1 twice"),
         ({1: torch.ones(3), 2: torch.ones(4)}, "3 numbers"),
         ({1: torch.tensor([1.0, float("nan")])}, "finite"),
@@ -137,3 +139,32 @@ def test_broken_and_missing_files_are_refused(tmp_path: Path, name: str) -> None
         (tmp_path / name).write_bytes(content)
         with pytest.raises(SteeringValidationError, match="cannot be read|not an"):
             read_dictionary(tmp_path / name)
+
+
+@pytest.mark.parametrize("key", ["post_block.3", "3", "layer_3", 3])
+def test_a_key_that_names_a_place_is_no_name_to_be_moved(
+    tmp_path: Path, key: Any
+) -> None:
+    torch.save({key: torch.tensor(ONE), "x": torch.tensor(TWO)}, tmp_path / "two.pt")
+    torch.save({key: torch.tensor(ONE)}, tmp_path / "one.pt")
+    for name in ("one.pt", "two.pt"):
+        path = tmp_path / name
+        numbers = None if key == "post_block.3" else "block"
+        with pytest.raises(SteeringValidationError, match="no vector at layer 4"):
+            read_dictionary(path, numbers, layer=4, key=str(key))
+        found = read_dictionary(path, numbers, layer=3, key=str(key))
+        assert list(found.vectors) == [(3, "post_block")]
+        if numbers:
+            with pytest.raises(SteeringValidationError, match="--numbers"):
+                read_dictionary(path, layer=4, key=str(key))
+        else:
+            with pytest.raises(SteeringValidationError, match="no key .* is a number"):
+                read_dictionary(path, "block", key=str(key))
+
+
+def test_states_have_their_own_hook_points(tmp_path: Path) -> None:
+    path = npz(tmp_path / "v.npz", {"0": ONE, "4": TWO})
+    entering = plain(path, "hidden_states", "pre_attn")
+    assert entering == {(0, "pre_attn"): ONE}
+    with pytest.raises(SteeringValidationError, match="hook: .* post_attn"):
+        read_dictionary(path, "hidden_states", "post_attn")

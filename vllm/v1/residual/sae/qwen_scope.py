@@ -9,9 +9,9 @@ bias is not subtracted from the encoded row.
 import re
 from pathlib import Path
 
-from vllm.steering.sae.files import bad_file, read_tensors, take
-from vllm.steering.sae.fold import RawSAE
-from vllm.steering.sae.places import numbered, residual_after
+from vllm.v1.residual.sae.files import bad_file, read_tensors, take
+from vllm.v1.residual.sae.fold import RawSAE
+from vllm.v1.residual.sae.places import numbered, residual_after
 
 _FILE = r"layer(\d+)\.sae\.pt$"
 
@@ -29,7 +29,7 @@ def read_qwen_scope(path: Path, k: int | None = None) -> RawSAE:
         k: number of active features per row, if no parent folder's name contains it.
 
     Raises:
-        SteeringValidationError: k is unknown.
+        SAEFileError: k is unknown.
 
     """
     tensors = read_tensors(path)

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from vllm.steering.sae.files import (
+from vllm.v1.residual.sae.files import (
     Tensors,
     bad_file,
     read_settings,
     read_tensors,
     take,
 )
-from vllm.steering.sae.fold import RawSAE
-from vllm.steering.sae.record import SAEPlace
+from vllm.v1.residual.sae.fold import RawSAE
+from vllm.v1.residual.sae.record import SAEPlace
 
 CONFIG, WEIGHTS = "config.json", "ae.pt"
 

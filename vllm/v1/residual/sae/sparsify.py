@@ -10,16 +10,16 @@ d_in`.
 from pathlib import Path
 from typing import Any
 
-from vllm.steering.sae.files import (
+from vllm.v1.residual.sae.files import (
     bad_file,
     read_settings,
     read_tensors,
     take,
     take_optional,
 )
-from vllm.steering.sae.fold import RawSAE
-from vllm.steering.sae.places import module_input, module_output
-from vllm.steering.sae.record import Selection
+from vllm.v1.residual.sae.fold import RawSAE
+from vllm.v1.residual.sae.places import module_input, module_output
+from vllm.v1.residual.sae.record import Selection
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 

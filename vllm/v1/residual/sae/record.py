@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from vllm.v1.residual.sae.files import SAEFileError, fail
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.errors import SteeringValidationError, fail
 
 Selection: TypeAlias = Literal["threshold", "topk", "abstopk", "groupmax"]
 """How active features of a row are selected: those above a threshold, the k largest,
@@ -140,9 +140,7 @@ def _matrix(sae: SparseAutoencoder, name: str) -> tuple[int, int]:
     return int(tensor.shape[0]), int(tensor.shape[1])
 
 
-def _wrong(
-    sae: SparseAutoencoder, part: str, found: object, rule: str
-) -> SteeringValidationError:
+def _wrong(sae: SparseAutoencoder, part: str, found: object, rule: str) -> SAEFileError:
     return fail(
         f"path: {part} of the SAE {sae.name!r} is {found!r}, but it {rule}",
         "path",

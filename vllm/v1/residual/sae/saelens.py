@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm.steering.sae.files import (
+from vllm.v1.residual.sae.files import (
     Tensors,
     bad_file,
     read_settings,
@@ -20,9 +20,9 @@ from vllm.steering.sae.files import (
     take,
     take_optional,
 )
-from vllm.steering.sae.fold import RawSAE
-from vllm.steering.sae.places import transformer_lens, transformers
-from vllm.steering.sae.record import InputNorm, SAEPlace, Selection
+from vllm.v1.residual.sae.fold import RawSAE
+from vllm.v1.residual.sae.places import transformer_lens, transformers
+from vllm.v1.residual.sae.record import InputNorm, SAEPlace, Selection
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 

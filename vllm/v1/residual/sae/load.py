@@ -6,22 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from vllm.steering.sae.dictionary_learning import (
+from vllm.v1.residual.file_facts import split_facts
+from vllm.v1.residual.sae.dictionary_learning import (
     is_dictionary_learning,
     read_dictionary_learning,
 )
-from vllm.steering.sae.files import bad_file
-from vllm.steering.sae.fold import RawSAE, folded
-from vllm.steering.sae.gemma_scope import is_gemma_scope, read_gemma_scope
-from vllm.steering.sae.goodfire import is_goodfire, read_goodfire
-from vllm.steering.sae.llama_scope import is_llama_scope, read_llama_scope
-from vllm.steering.sae.qwen_scope import is_qwen_scope, read_qwen_scope
-from vllm.steering.sae.record import SparseAutoencoder
-from vllm.steering.sae.saelens import is_saelens, read_saelens_sae
-from vllm.steering.sae.sparsify import is_sparsify, read_sparsify
+from vllm.v1.residual.sae.files import bad_file, fail
+from vllm.v1.residual.sae.fold import RawSAE, folded
+from vllm.v1.residual.sae.gemma_scope import is_gemma_scope, read_gemma_scope
+from vllm.v1.residual.sae.goodfire import is_goodfire, read_goodfire
+from vllm.v1.residual.sae.llama_scope import is_llama_scope, read_llama_scope
+from vllm.v1.residual.sae.qwen_scope import is_qwen_scope, read_qwen_scope
+from vllm.v1.residual.sae.record import SparseAutoencoder
+from vllm.v1.residual.sae.saelens import is_saelens, read_saelens_sae
+from vllm.v1.residual.sae.sparsify import is_sparsify, read_sparsify
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.files import split_place
 
 LAYOUTS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], RawSAE]]] = {
     # SAELens comes before layouts that share one of its file names.
@@ -68,12 +67,20 @@ def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
             transcoder writes where its file states.
 
     Raises:
-        SteeringValidationError: the path does not exist, has none of the known layouts,
+        SAEFileError: the path does not exist, has none of the known layouts,
             or is invalid, or its architecture cannot be computed from one token's row.
 
     """
-    place, said = split_place(Path(path).expanduser())
-    tap = _tap_of(said, path) if said else tap
+    place, said = split_facts(Path(path).expanduser())
+    if said:
+        if tap is not None:
+            raise fail(
+                f"layer: the place is given after the path, {said!r}, and beside it; "
+                "leave out one of them",
+                "layer",
+                tap[0],
+            )
+        tap = _tap_of(said, path)
     if not place.exists():
         raise bad_file(place, "there is no such file or folder")
     inside = place.name in FILES
@@ -83,6 +90,12 @@ def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
                 name = candidate.absolute().name
                 return _at(folded(read(candidate), name, layout), tap)
     raise bad_file(place, f"is not an SAE of a known layout: {_EXPECTED}")
+
+
+def is_sae(path: Path) -> bool:
+    """Whether a path can only be that of an SAE, by its name."""
+    alone = is_qwen_scope(path) or is_goodfire(path)
+    return path.is_dir() or path.name in FILES or alone
 
 
 def _tap_of(said: str, path: str | Path) -> Tap:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.steering.sae import _layouts as write
-from tests.steering.sae._layouts import D_IN, K, Parts, chosen, linear, parts, rows
-from vllm.steering.sae import SparseAutoencoder, decode, encode, load_sae
+from tests.v1.residual.sae import _layouts as write
+from tests.v1.residual.sae._layouts import D_IN, K, Parts, chosen, linear, parts, rows
 from vllm.v1.readouts.modules import describe_module
-from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.residual.sae import SparseAutoencoder, decode, encode, load_sae
+from vllm.v1.residual.sae.files import SAEFileError
 
 PLACE = "blocks.8.hook_resid_post"
 
@@ -212,7 +212,7 @@ def test_transcoders_read_here_and_write_there(tmp_path: Path, kind: str) -> Non
     assert (described["layer"], described["hook"]) == (3, "post_attn")
     assert described["writes"] == {"layer": 4, "hook": "mlp_out"}
     for said in ("layer=x&hook=mlp_in", "layer=3", "hook=mlp_in", "layer=3&hook="):
-        with pytest.raises(SteeringValidationError, match="where the SAE reads"):
+        with pytest.raises(SAEFileError, match="where the SAE reads"):
             load_sae(f"{folder}?{said}")
 
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of named vectors: safetensors with metadata, JSON, and other projects' forms.
+"""Our own forms of a file of vectors: safetensors with metadata, and JSON.
 
 Safetensors: a tensor `[hidden_size]` per vector, named `HOOK.LAYER`,
 `prefill.HOOK.LAYER` or `decode.HOOK.LAYER`; the metadata contain `format` and the
 provenance. JSON: `{"vectors", "prefill_vectors", "decode_vectors"}` as in a request,
-packed or not, and the provenance under `"metadata"`. Any form that `vllm.steering`
-reads is accepted as well; facts that such a file does not contain are appended to its
-name, as in `FILE?hook=post_block&layer=15`.
+packed or not, and the provenance under `"metadata"`.
 """
 
 import json
@@ -17,10 +15,12 @@ from typing import Any
 
 import torch
 
+from vllm.v1.residual.bounds import listed, shown
 from vllm.v1.residual.plain_data import unique_object
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.describe import FIELDS
-from vllm.v1.steering.spec.model_identity import ModelIdentity
+from vllm.v1.steering.spec.files.reading import Reading
 from vllm.v1.steering.spec.provenance import Provenance, Source
 
 FORMAT = "clearbox-steering-v1"
@@ -34,58 +34,6 @@ class ModuleFile:
     """The vectors in the form of a request: `{"vectors": {hook: {layer: entry}},
     ...}`."""
     provenance: Provenance
-
-
-def load_module(
-    path: str | Path, identity: ModelIdentity | None = None
-) -> dict[str, Any]:
-    """Read a file of vectors into the form of a request.
-
-    Hook points, layers and numbers are not checked here.
-
-    Args:
-        path: a file, with appended facts if it needs them.
-        identity: the model for which the vectors must have been made; None skips the
-            check.
-
-    Raises:
-        SteeringValidationError: the file is missing, of an unknown form, or made for
-            another model.
-
-    """
-    module = read_module(path)
-    if identity is not None:
-        module.provenance.check_model(identity, Source(str(path)))
-    return module.vectors
-
-
-def read_module(path: str | Path) -> ModuleFile:
-    """Read a file of vectors with its provenance.
-
-    Raises:
-        SteeringValidationError: the file is missing or of an unknown form.
-
-    """
-    file, said = split_place(path)
-    if not file.exists():
-        raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
-    if not said and file.suffix == ".safetensors" and is_ours(file):
-        return _load_safetensors(file)
-    if not said and file.suffix == ".json" and file.is_file():
-        return _load_json(file)
-    from vllm.steering.convert import Reading, read_vectors
-
-    found = read_vectors(file, Reading.parse(said) if said else None)
-    return ModuleFile({"vectors": found.spec()}, found.provenance)
-
-
-def split_place(path: str | Path) -> tuple[Path, str]:
-    """Split `FILE?hook=post_block&layer=15` into the path and the appended facts."""
-    file = Path(path)
-    if file.exists() or "?" not in file.name:
-        return file, ""
-    name, _, said = str(path).rpartition("?")
-    return Path(name), said
 
 
 def is_ours(file: Path) -> bool:
@@ -108,7 +56,8 @@ def is_ours(file: Path) -> bool:
         ) from None
 
 
-def _load_json(file: Path) -> ModuleFile:
+def read_json(file: Path) -> ModuleFile:
+    """Read a file in our JSON form; vectors are not checked here."""
     try:
         text = file.read_text(encoding="utf-8")
         raw = json.loads(text, object_pairs_hook=unique_object)
@@ -122,37 +71,73 @@ def _load_json(file: Path) -> ModuleFile:
     return ModuleFile(raw, provenance)
 
 
-def _load_safetensors(file: Path) -> ModuleFile:
+def read_safetensors(file: Path, reading: Reading) -> ModuleFile:
+    """Read the vectors that are asked for from a safetensors file in our form."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as opened:  # `is_ours` has checked the file.
         metadata = opened.metadata() or {}
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    provenance = Provenance.parse(metadata, Source(str(file)))
+    said = Provenance.parse(metadata, Source(str(file)))
     norms = {name: _norm(tensor) for name, tensor in tensors.items()}
-    provenance.check_norms(norms, Source(str(file)))
-    return ModuleFile(_by_tier(tensors, file), provenance)
+    said.check_norms(norms, Source(str(file)))
+    places = {name: _place(name, file) for name in tensors}
+    named = selected_keys(tensors, reading.key, file)
+    kept = [name for name in named if reading.selects(places[name][1])]
+    if not kept:
+        raise reading.nothing_at(file.name, [places[name][1] for name in named])
+    vectors: dict[str, Any] = {}
+    for name in kept:
+        field, (layer, hook) = places[name]
+        by_layer = vectors.setdefault(field, {}).setdefault(hook, {})
+        by_layer[str(layer)] = scaled_entry(tensors[name], reading)
+    norms = {name: norm for name, norm in said.norms.items() if name in kept}
+    return ModuleFile(vectors, replace(said, norms=norms))
+
+
+def selected_keys(tensors: Mapping[str, Any], key: str | None, file: Path) -> list[str]:
+    """The names of all tensors, or the one that is asked for.
+
+    Raises:
+        SteeringValidationError: there are no tensors, or none of this name.
+
+    """
+    if not tensors:
+        raise fail(f"path: {str(file)!r} has no vectors", "path", str(file))
+    if key is None:
+        return list(tensors)
+    if key not in tensors:
+        raise fail(
+            f"key: {file.name!r} has no {shown(key)}; it has {listed(list(tensors))}",
+            "key",
+            key,
+        )
+    return [key]
+
+
+def scaled_entry(vector: Any, reading: Reading) -> Any:
+    """A vector as a request has it, with the factor that is asked for."""
+    return (
+        vector if reading.scale is None else {"vector": vector, "scale": reading.scale}
+    )
 
 
 def _norm(vector: torch.Tensor) -> float:
     return vector.double().norm().item()
 
 
-def _by_tier(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        parts = name.split(".")
-        tier = parts.pop(0) if len(parts) == 3 else "base"
-        if len(parts) != 2 or tier not in FIELDS:
-            raise fail(
-                f"path: the tensor {name!r} of {file.name!r} is not named "
-                "[prefill.|decode.]HOOK.LAYER",
-                "path",
-                str(file),
-            )
-        hook, layer = parts
-        found.setdefault(FIELDS[tier], {}).setdefault(hook, {})[layer] = tensor
-    return found
+def _place(name: str, file: Path) -> tuple[str, Tap]:
+    """The field of a request and the place that a tensor's name means."""
+    parts = name.split(".")
+    tier = parts.pop(0) if len(parts) == 3 else "base"
+    if len(parts) != 2 or tier not in FIELDS or not parts[1].isdecimal():
+        raise fail(
+            f"path: the tensor {name!r} of {file.name!r} is not named "
+            "[prefill.|decode.]HOOK.LAYER",
+            "path",
+            str(file),
+        )
+    return FIELDS[tier], (int(parts[1]), parts[0])
 
 
 def save_module(
@@ -163,7 +148,7 @@ def save_module(
     metadata: Mapping[str, str] | None = None,
     provenance: Provenance | None = None,
 ) -> None:
-    """Write a safetensors file that `load_module` reads.
+    """Write a safetensors file that `read_safetensors` reads.
 
     Args:
         path: path that ends in `.safetensors`.

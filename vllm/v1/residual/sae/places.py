@@ -3,7 +3,7 @@
 
 import re
 
-from vllm.steering.sae.record import SAEPlace
+from vllm.v1.residual.sae.record import SAEPlace
 from vllm.v1.residual.tap import Tap
 
 TRANSFORMER_LENS = {

@@ -10,12 +10,25 @@ from typing import Any
 
 import torch
 
-from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.residual.bounds import cut, shown
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def bad_file(path: Path, why: object) -> SteeringValidationError:
+class SAEFileError(VLLMValidationError, ValueError):
+    """A file or folder is not an SAE that can be used (HTTP 400).
+
+    The message names the parameter, the value and the remedy.
+    """
+
+
+def fail(message: str, parameter: str, value: Any) -> SAEFileError:
+    """The error for `parameter`; long texts and values are shortened."""
+    return SAEFileError(cut(message), parameter=cut(parameter), value=shown(value))
+
+
+def bad_file(path: Path, why: object) -> SAEFileError:
     """The error for an invalid file."""
     return fail(f"path: {str(path)!r}: {why}", "path", str(path))
 
@@ -24,7 +37,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file.
 
     Raises:
-        SteeringValidationError: the file is missing or contains no object.
+        SAEFileError: the file is missing or contains no object.
 
     """
     try:
@@ -40,7 +53,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a `.safetensors`, `.npz`, `.pt` or `.pth` file, on the CPU.
 
     Raises:
-        SteeringValidationError: the file is missing, damaged, or contains other data.
+        SAEFileError: the file is missing, damaged, or contains other data.
 
     """
     if not path.is_file():
@@ -86,7 +99,7 @@ def take(tensors: Tensors, path: Path, *names: str) -> torch.Tensor:
     """The tensor with the first of these names that exists.
 
     Raises:
-        SteeringValidationError: none exists, or it contains NaN or infinity.
+        SAEFileError: none exists, or it contains NaN or infinity.
 
     """
     found = take_optional(tensors, path, *names)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm.steering.sae.record import (
+from vllm.v1.residual.sae.record import (
     InputNorm,
     SAEPlace,
     Selection,
@@ -52,7 +52,7 @@ def folded(raw: RawSAE, name: str, layout: str) -> SparseAutoencoder:
     """Convert to the canonical form.
 
     Raises:
-        SteeringValidationError: the shapes do not fit together.
+        SAEFileError: the shapes do not fit together.
 
     """
     d_sae, d_out = raw.w_enc.shape[-1], raw.w_dec.shape[-1]

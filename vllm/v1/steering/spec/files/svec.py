@@ -9,19 +9,15 @@ our `pre_attn` of layer L (`activation_steering/leash_layer.py`).
 import json
 from pathlib import Path
 
-from vllm.steering.vectors import VectorSet, vector_set
 from vllm.v1.steering.errors import fail
+from vllm.v1.steering.spec.files.vectors import VectorSet, vector_set
 from vllm.v1.steering.spec.provenance import Provenance
 
 HOOK = "pre_attn"
 
 
-def read_svec(path: str | Path, hook: str | None = None) -> VectorSet:
+def read_svec(path: str | Path) -> VectorSet:
     """Read the vectors of a `.svec` file.
-
-    Args:
-        path: the file.
-        hook: the hook point where the vectors act; `pre_attn` by default.
 
     Raises:
         SteeringValidationError: the file is missing or invalid.
@@ -31,7 +27,7 @@ def read_svec(path: str | Path, hook: str | None = None) -> VectorSet:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         directions = found["directions"]
-        vectors = {(int(n), hook or HOOK): one for n, one in directions.items()}
+        vectors = {(int(n), HOOK): one for n, one in directions.items()}
         model_type = str(found.get("model_type", ""))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise fail(

@@ -8,9 +8,9 @@ block whose 0-based number is in the name. b_dec is not subtracted from the row.
 import re
 from pathlib import Path
 
-from vllm.steering.sae.files import read_tensors, take
-from vllm.steering.sae.fold import RawSAE
-from vllm.steering.sae.places import numbered, residual_after
+from vllm.v1.residual.sae.files import read_tensors, take
+from vllm.v1.residual.sae.fold import RawSAE
+from vllm.v1.residual.sae.places import numbered, residual_after
 
 _SUFFIXES = (".pt", ".pth")
 

@@ -3,12 +3,12 @@
 
 Formulas: ReLU and tied conventions of SAELens (`sae_lens.saes`, 6.54); JumpReLU,
 arXiv 2407.14435; top-k, arXiv 2406.04093; gated, arXiv 2404.16014, folded into a
-threshold by `vllm.steering.sae.fold`.
+threshold by `vllm.v1.residual.sae.fold`.
 """
 
 import torch
 
-from vllm.steering.sae.record import SparseAutoencoder
+from vllm.v1.residual.sae.record import SparseAutoencoder
 
 
 def normalised(sae: SparseAutoencoder, rows: torch.Tensor) -> torch.Tensor:

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import torch
 
-from vllm.steering.sae.files import (
+from vllm.v1.residual.sae.files import (
     bad_file,
     read_settings,
     read_tensors,
     take,
     take_optional,
 )
-from vllm.steering.sae.fold import RawSAE
-from vllm.steering.sae.places import numbered, residual_after, transformers
-from vllm.steering.sae.record import SAEPlace
+from vllm.v1.residual.sae.fold import RawSAE
+from vllm.v1.residual.sae.places import numbered, residual_after, transformers
+from vllm.v1.residual.sae.record import SAEPlace
 
 FIRST, SECOND = "params.npz", "params.safetensors"
 

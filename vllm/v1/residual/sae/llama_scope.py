@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 
-from vllm.steering.sae.files import Tensors, bad_file, read_settings, read_tensors, take
-from vllm.steering.sae.fold import RawSAE
-from vllm.steering.sae.places import transformer_lens
+from vllm.v1.residual.sae.files import (
+    Tensors,
+    bad_file,
+    read_settings,
+    read_tensors,
+    take,
+)
+from vllm.v1.residual.sae.fold import RawSAE
+from vllm.v1.residual.sae.places import transformer_lens
 
 FIRST = "hyperparams.json"
 FIRST_WEIGHTS = Path("checkpoints") / "final.safetensors"

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a file of vectors of any form; which facts each form takes is in one table."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm.v1.residual.file_facts import split_facts
+from vllm.v1.residual.model_identity import ModelIdentity
+from vllm.v1.residual.sae.load import is_sae
+from vllm.v1.steering.errors import SteeringValidationError, fail
+from vllm.v1.steering.spec.files.dictionaries import read_dictionary
+from vllm.v1.steering.spec.files.features import read_feature
+from vllm.v1.steering.spec.files.gguf import read_gguf
+from vllm.v1.steering.spec.files.own import (
+    ModuleFile,
+    is_ours,
+    read_json,
+    read_safetensors,
+)
+from vllm.v1.steering.spec.files.reading import Reading
+from vllm.v1.steering.spec.files.svec import read_svec
+from vllm.v1.steering.spec.files.vectors import VectorSet, additions_of
+from vllm.v1.steering.spec.provenance import Source
+
+OURS = (".safetensors", ".json")
+DICTIONARIES = (".pt", ".pth", ".npy", ".npz")
+
+
+class Form(NamedTuple):
+    """A form of file, and how it is read."""
+
+    what: str
+    """Its name in messages."""
+    takes: tuple[str, ...]
+    """The facts that its reader applies, besides `scale`."""
+    read: Callable[[Path, Reading], ModuleFile]
+
+
+def _from_json(file: Path, reading: Reading) -> ModuleFile:
+    module = read_json(file)
+    if not reading.given:
+        return module
+    found = additions_of(module, file).selected(reading, file.name)
+    # Recorded norms are those of single entries, and have been checked.
+    return _module(
+        replace(found, provenance=replace(found.provenance, norms={})), reading
+    )
+
+
+def _from_gguf(file: Path, reading: Reading) -> ModuleFile:
+    found = read_gguf(file, reading.gguf_layers or "applied", reading.key)
+    return _module(found.selected(reading, file.name), reading)
+
+
+def _from_svec(file: Path, reading: Reading) -> ModuleFile:
+    return _module(read_svec(file).selected(reading, file.name), reading)
+
+
+def _from_dictionary(file: Path, reading: Reading) -> ModuleFile:
+    place = reading.hook, reading.layer
+    found = read_dictionary(file, reading.numbers, *place, reading.key)
+    return _module(found, reading)
+
+
+def _from_sae(file: Path, reading: Reading) -> ModuleFile:
+    return _module(read_feature(file, reading), reading)
+
+
+def _module(found: VectorSet, reading: Reading) -> ModuleFile:
+    scale = 1.0 if reading.scale is None else reading.scale
+    return ModuleFile({"vectors": found.spec(scale)}, found.provenance)
+
+
+PLACE = ("hook", "layer")
+
+FORMS = {
+    "safetensors": Form("a file in our form", (*PLACE, "key"), read_safetensors),
+    "json": Form("a file in our JSON form", PLACE, _from_json),
+    "gguf": Form("a GGUF control vector", (*PLACE, "key", "gguf_layers"), _from_gguf),
+    "svec": Form("an .svec file", PLACE, _from_svec),
+    "sae": Form("an SAE", (*PLACE, "feature"), _from_sae),
+    "dictionary": Form(
+        "a dictionary of tensors", (*PLACE, "key", "numbers"), _from_dictionary
+    ),
+}
+"""The forms of files, and which facts each takes."""
+
+
+def load_module(
+    path: str | Path, identity: ModelIdentity | None = None
+) -> dict[str, Any]:
+    """Read a file of vectors into the form of a request.
+
+    Hook points, layers and numbers are not checked here.
+
+    Args:
+        path: a file, with appended facts if it needs them.
+        identity: the model for which the vectors must have been made; None skips the
+            check.
+
+    Raises:
+        SteeringValidationError: the file is missing, of an unknown form, or made for
+            another model.
+
+    """
+    module = read_module(path)
+    if identity is not None:
+        module.provenance.check_model(identity, Source(str(path)))
+    return module.vectors
+
+
+def read_module(path: str | Path, reading: Reading | None = None) -> ModuleFile:
+    """Read a file of vectors with its provenance.
+
+    Args:
+        path: a file, or the folder of an SAE; facts may be appended.
+        reading: facts that are not appended.
+
+    Raises:
+        SteeringValidationError: the file is missing or of an unknown form, or a fact
+            does not apply to it.
+
+    """
+    file, said = split_facts(path)
+    reading = _together(Reading.parse(said) if said else None, reading)
+    if not file.exists():
+        raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
+    form = FORMS[_form_of(file)]
+    for fact, value in reading.given.items():
+        if fact not in (*form.takes, "scale"):
+            raise fail(
+                f"{fact}: {file.name!r} is {form.what}, to which {fact}={value} does "
+                f"not apply; leave it out. {[*form.takes, 'scale']} do",
+                fact,
+                value,
+            )
+    return form.read(file, reading)
+
+
+def read_vectors(path: str | Path, reading: Reading | None = None) -> VectorSet:
+    """Read a file of vectors that are added to all tokens; as `read_module`.
+
+    Raises:
+        SteeringValidationError: as `read_module`; or the file contains something else.
+
+    """
+    return additions_of(read_module(path, reading), path)
+
+
+def _together(appended: Reading | None, given: Reading | None) -> Reading:
+    """The facts that are appended to a name, and those given beside it."""
+    if appended is None or given is None:
+        return appended or given or Reading()
+    if twice := sorted(appended.given.keys() & given.given.keys()):
+        raise fail(
+            f"{twice[0]}: it is given after the file's name and beside it; leave out "
+            "one of them",
+            twice[0],
+            given.given[twice[0]],
+        )
+    return replace(appended, **given.given)
+
+
+def _form_of(file: Path) -> str:
+    """The name of a file's form, by its own name and content."""
+    if is_sae(file):
+        return "sae"
+    if file.suffix == ".safetensors":
+        return "safetensors" if is_ours(file) else "dictionary"
+    if file.suffix in (".json", ".gguf", ".svec"):
+        return file.suffix[1:]
+    if file.suffix in DICTIONARIES:
+        return "dictionary"
+    raise _unknown(file)
+
+
+def _unknown(file: Path) -> SteeringValidationError:
+    forms = [*OURS, ".gguf", ".svec", *DICTIONARIES]
+    return fail(
+        f"path: {str(file)!r} has no known form; known forms are {forms}, and the "
+        "folder of an SAE",
+        "path",
+        str(file),
+    )
