@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm.steering.vectors import load_vectors
+from vllm.v1.residual import model_identity
 from vllm.v1.residual.model_identity import (
     ModelIdentity,
     digest_of_weights,
@@ -18,7 +19,7 @@ from vllm.v1.residual.model_identity import (
 )
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.files import FORMAT, load_module, read_module, save_module
-from vllm.v1.steering.spec.provenance import LAYER_CONVENTION, Provenance
+from vllm.v1.steering.spec.provenance import LAYER_CONVENTION, Provenance, Source
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo_model" / "weights"
 VECTOR = torch.arange(4.0)
@@ -133,6 +134,51 @@ def test_the_digest_is_of_the_weights_and_not_of_their_place(tmp_path: Path) -> 
     changed[-1] ^= 1
     weights.write_bytes(changed)
     assert digest_of_weights(str(copy)) not in ("", digest)
+
+
+def _saved(folder: Path, *files: dict[str, torch.Tensor]) -> str:
+    folder.mkdir()
+    for number, tensors in enumerate(files):
+        save_file(tensors, folder / f"model-{number}.safetensors")
+    return digest_of_weights(str(folder))
+
+
+def test_the_digest_is_of_every_tensor_and_not_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only a small part of a tensor is read."""
+    monkeypatch.setattr(model_identity, "_SAMPLED_BYTES", 1 << 16)
+    weights = {f"layers.{i}.w": torch.randn(64, 1024) for i in range(12)}
+    names = sorted(weights)
+    whole = _saved(tmp_path / "whole", weights)
+    parts = [{n: weights[n] for n in names[start::5]} for start in range(5)]
+    assert _saved(tmp_path / "parts", *parts) == whole
+    for name in names:
+        changed = {**weights, name: weights[name] * 2}
+        assert _saved(tmp_path / name, changed) != whole
+    other = {n: t for n, t in weights.items() if n != names[0]} | {
+        "x": weights[names[0]]
+    }
+    assert _saved(tmp_path / "renamed", other) != whole
+
+
+def test_a_broken_file_has_a_digest_all_the_same(tmp_path: Path) -> None:
+    for number, content in enumerate([b"", b"\xff" * 9, b"\2\0\0\0\0\0\0\0[]", b"{}"]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(content)
+        assert len(digest_of_weights(str(folder))) == 64
+
+
+def test_a_digest_of_an_earlier_release_is_still_known() -> None:
+    demo = identity_of_path(str(DEMO))
+    older = "be61d6c600573317df3f134155fbbf31b41855f06eaaf2613f14a8942482f74a"
+    assert demo.has_weights(demo.weights)
+    assert older != demo.weights and demo.has_weights(older)
+    said = Provenance(model="another", weights=older)
+    said.check_model(demo, Source("file"))
+    with pytest.raises(SteeringValidationError, match="other weights"):
+        Provenance(weights="0" * 64).check_model(demo, Source("file"))
 
 
 @pytest.mark.parametrize("name", ["no-such-org/no-such-model", "not/a/name", "x" * 200])
