@@ -21,9 +21,9 @@ from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.controller import SteeringController
 from vllm.v1.capture.engine_args import capture_config, ready_instances
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.frontend.step_consumers import StepSpecs
 from vllm.v1.capture.registry import check_consumer
 from vllm.v1.capture.types import CaptureSpec
-from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 
 
 class Ready(CaptureConsumer):
@@ -175,15 +175,17 @@ def test_a_consumer_within_the_step_needs_steps_that_follow_one_another() -> Non
 
 
 def test_a_consumer_within_the_step_sees_the_layers_of_one_stage() -> None:
-    admission: Any = object.__new__(ReadoutAdmission)
+    specs: Any = object.__new__(StepSpecs)
     hooks: Any = {"post_block": [0, 3], "pre_attn": [1]}
-    admission.steps = (("mine", CaptureSpec(hooks=hooks, positions="all")),)
-    admission.check_steps(context(), (0,))
+    specs._specs = {"mine": CaptureSpec(hooks=hooks, positions="all")}
+    specs._starts = [0]
+    specs.check(context())
+    specs._starts = [0, 2]
     with pytest.raises(CaptureValidationError, match="'mine' sees layers .0, 1, 3."):
-        admission.check_steps(context(), (0, 2))
-    admission.steps = (("mine", CaptureSpec(hooks={"mlp_in": [0]}, positions="all")),)
+        specs.check(context())
+    specs._specs = {"mine": CaptureSpec(hooks={"mlp_in": [0]}, positions="all")}
     with pytest.raises(CaptureValidationError, match="no hook point 'mlp_in'"):
-        admission.check_steps(context(), (0,))
+        specs.check(context())
 
 
 def test_the_configuration_has_its_other_names() -> None:

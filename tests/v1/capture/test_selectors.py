@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import HOOKS, context, positions
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.selectors import parse_spec, resolve_positions
+from vllm.v1.capture.errors import CaptureValidationError, fail
+from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureSpec, captured_prompt_positions
+from vllm.v1.residual.row_selection import resolve_positions
 from vllm.v1.residual.spans import LAST_ROW, OPEN_END
 
 WHERE = "capture.test"
@@ -67,7 +68,7 @@ def test_a_layer_selector_stands_for_sorted_layers(
 def test_a_position_selector_follows_the_rule_of_rows(
     selector: Any, ranges: Any
 ) -> None:
-    assert resolve_positions(selector, context(5, 4), WHERE) == ranges
+    assert resolve_positions(selector, context(5, 4), WHERE, fail) == ranges
     in_prompt = [p for first, stop in ranges for p in range(first, min(stop, 5))]
     assert captured_prompt_positions(CaptureSpec({}, selector), 5) == in_prompt
 
@@ -246,5 +247,5 @@ def test_whatever_a_user_writes_is_a_spec_or_a_refusal(raw: Any) -> None:
         assert hook in HOOKS
         assert selected == sorted(set(selected)) != []
         assert set(selected) <= set(range(4))
-    ranges = resolve_positions(spec.positions, ctx, WHERE)
+    ranges = resolve_positions(spec.positions, ctx, WHERE, fail)
     assert ranges[-1][1] >= OPEN_END or positions(ranges, 8)

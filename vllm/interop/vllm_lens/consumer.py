@@ -8,8 +8,9 @@ import torch
 
 from vllm.v1.capture.consumers.inline import InlineConsumer
 from vllm.v1.capture.results import GroupedRows
-from vllm.v1.capture.selectors import parse_spec, plain
+from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
+from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.tap import Tap
 
 

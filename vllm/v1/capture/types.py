@@ -2,34 +2,25 @@
 """Public data types of capture, for consumers, plug-ins and clients."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NewType, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from vllm.v1.capture.errors import fail
-from vllm.v1.residual.selectors import PositionName, as_list, parse_positions
+from vllm.v1.residual.row_selection import CaptureContext as CaptureContext
+from vllm.v1.residual.row_selection import CaptureSpec as CaptureSpec
+from vllm.v1.residual.row_selection import PositionSelector as PositionSelector
+from vllm.v1.residual.row_selection import (
+    VllmInternalRequestId as VllmInternalRequestId,
+)
+from vllm.v1.residual.selectors import as_list, parse_positions
 from vllm.v1.residual.tap import HOOK_NAMES as HOOK_NAMES
 from vllm.v1.residual.tap import HookName as HookName
-
-VllmInternalRequestId = NewType("VllmInternalRequestId", str)
-"""The unique, opaque id that the engine gives each sample; clients cannot choose it."""
-
-PositionSelector: TypeAlias = PositionName | list[int] | dict[str, Any]
-"""The positions to capture: a name, a list of token positions (negative ones count
-from the prompt's end), `{"last": k}` or `{"ranges": [[first, last], ...]}`."""
 
 CaptureKey: TypeAlias = tuple[VllmInternalRequestId, int, str]
 """`(request id, layer, hook)`: identifies one sequence of rows."""
 
 CaptureStatus = Literal["pending", "ok", "partial_error", "error", "not_requested"]
-
-
-@dataclass(frozen=True)
-class CaptureSpec:
-    """What to capture of a request: `hooks` maps each hook point to its layers."""
-
-    hooks: dict[HookName, list[int]]
-    positions: PositionSelector
 
 
 @dataclass
@@ -70,30 +61,6 @@ class CaptureResult:
     status: CaptureStatus
     error: str | None = None
     payload: Any = None
-
-
-@dataclass
-class CaptureContext:
-    """Facts about a request and the model, for `validate_client_spec`."""
-
-    vllm_internal_request_id: VllmInternalRequestId
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    """Always 0: captured prompt tokens are recomputed even if they are cached."""
-    num_hidden_layers: int
-    """Number of decoder blocks in the whole model, over all pipeline stages."""
-    hidden_size: int
-    element_size_bytes: int
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    max_tokens: int | None = None
-    """The maximum number of tokens to generate."""
-    hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """The hook points that each layer of the loaded model has."""
-    num_samples: int = 1
-    """`n` of the request."""
-    expert_parallel_size: int = 1
-    data_parallel_size: int = 1
 
 
 def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list[int]:

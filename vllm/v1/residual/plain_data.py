@@ -3,6 +3,8 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from vllm.v1.residual.bounds import shown
@@ -13,6 +15,31 @@ MAX_CONTAINERS = 1 << 17
 """Maximum number of lists and dicts; shared ones count each time."""
 MAX_TEXT_VALUES = 1 << 18
 """Maximum number of values in JSON that a client sends as text."""
+
+
+ATOMS = frozenset({str, int, float, bool, type(None)})
+"""Types that `plain` returns unchanged: most values of a request parsed from JSON."""
+
+
+def plain(raw: Any) -> Any:
+    """`raw` as JSON-like data: dataclasses become dicts, sequences and arrays lists."""
+    if type(raw) in ATOMS:
+        return raw
+    if type(raw) not in (dict, list):
+        raw = _converted(raw)
+    if isinstance(raw, Mapping):
+        return {key: plain(value) for key, value in raw.items()}
+    if isinstance(raw, (list, tuple, range)):
+        return [plain(value) for value in raw]
+    return raw
+
+
+def _converted(raw: Any) -> Any:
+    """Dataclasses as dicts, arrays and tensors as lists or numbers."""
+    if is_dataclass(raw) and not isinstance(raw, type):
+        return asdict(raw)
+    to_list = getattr(raw, "tolist", None)
+    return raw if to_list is None else to_list()
 
 
 def fault_of(data: Any) -> str | None:

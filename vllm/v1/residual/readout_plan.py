@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from vllm.v1.residual.spans import Spans
+from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import Tap
 
 Packed: TypeAlias = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -106,6 +106,15 @@ class ReadoutPlan(msgspec.Struct, frozen=True, array_like=True):
     stop_when: tuple[StopWhen, ...] = ()
     readers: tuple[ReadoutReader, ...] = ()
     """The consumers that take results."""
+
+    @property
+    def staged(self) -> dict[Tap, Spans]:
+        """The positions to stage at each tap."""
+        wanted: dict[Tap, Spans] = {}
+        for readout in self.readouts:
+            for tap in readout.staged:
+                wanted[tap] = merged((*readout.ranges, *wanted.get(tap, ())))
+        return wanted
 
 
 class ReadoutRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

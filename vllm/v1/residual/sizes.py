@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of rows of the residual stream, and the default size of staging memory."""
+"""Sizes of rows and of pipeline stages, and the default size of staging memory."""
 
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm.distributed.utils import get_pp_indices
+
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 LEAST_STAGING = 256 << 20
 """Minimum default size of staging memory, in bytes."""
@@ -25,6 +27,13 @@ def row_bytes(model_config: "ModelConfig") -> int:
     """Bytes of one row, `[hidden_size]`."""
     width: int = model_config.get_hidden_size()
     return width * torch_dtype(model_config).itemsize
+
+
+def stage_starts(vllm_config: "VllmConfig") -> list[int]:
+    """The first layer of each pipeline stage."""
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    count = vllm_config.parallel_config.pipeline_parallel_size
+    return [get_pp_indices(layers, stage, count)[0] for stage in range(count)]
 
 
 def default_staging_bytes(

@@ -22,6 +22,7 @@ from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureSpec
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan
 from vllm.v1.residual.spans import OPEN_END
 
@@ -76,9 +77,9 @@ def admission(
     rows_per_step: int = 1000, chunked: bool = True, **consumers: CaptureConsumer
 ) -> Admission:
     points = dict.fromkeys(range(LAYERS), HOOKS)
-    return Admission(
-        config(rows_per_step, chunked), consumers or {"asking": Asking()}, points
-    )
+    options = config(rows_per_step, chunked)
+    readouts = ReadoutAdmission(options)
+    return Admission(options, consumers or {"asking": Asking()}, points, readouts)
 
 
 def plan(

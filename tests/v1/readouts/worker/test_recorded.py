@@ -23,7 +23,6 @@ from tests.v1.readouts.worker.test_worker import (
     row,
 )
 from vllm.v1.capture.staging.slot_mapping import slots_of
-from vllm.v1.readouts.frontend.admission import staged_ranges
 from vllm.v1.readouts.modules import ProbeModule
 from vllm.v1.readouts.worker import probe_kernel, recorded, worker
 from vllm.v1.readouts.worker.pending import PendingReadouts
@@ -144,7 +143,7 @@ class Steps:
         plan = ReadoutPlan(readouts)
         groups = tuple(
             LocalGroup((tap,), (tap[0],), ranges, ())
-            for tap, ranges in staged_ranges(plan).items()
+            for tap, ranges in plan.staged.items()
         )
         self._layout.add(req_id, groups)
         self.readouts.add_request(req_id, plan, groups, 1)

@@ -16,7 +16,6 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
-from vllm.v1.readouts.frontend.admission import staged_ranges
 from vllm.v1.readouts.results import ReadoutResult, joined
 from vllm.v1.readouts.worker import worker
 from vllm.v1.residual.readout_plan import Probe, Readout, ReadoutPart, ReadoutPlan
@@ -112,7 +111,7 @@ class Stage:
     def add(self, req_id: str, plan: ReadoutPlan) -> None:
         groups = tuple(
             LocalGroup((tap,), (self._columns[tap],), ranges, ())
-            for tap, ranges in staged_ranges(plan).items()
+            for tap, ranges in plan.staged.items()
             if tap in self._columns
         )
         self._layout.add(req_id, groups)

@@ -11,9 +11,11 @@ from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.results import GroupedRows, RowsByTap
-from vllm.v1.capture.selectors import parse_spec, plain, resolve_positions
+from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 from vllm.v1.residual.numbers import is_integer
+from vllm.v1.residual.plain_data import plain
+from vllm.v1.residual.row_selection import resolve_positions
 from vllm.v1.residual.spans import OPEN_END, Spans
 from vllm.v1.residual.tap import Tap
 
@@ -162,7 +164,7 @@ def check_byte_limits(consumer: str, raw: dict[str, Any], known: Sequence[str]) 
 
 def most_bytes(spec: CaptureSpec, ctx: CaptureContext, where: str) -> tuple[int, str]:
     """The maximum size of a request's rows in bytes, and how it is made up, as text."""
-    rows = count_rows(resolve_positions(spec.positions, ctx, where), ctx, where)
+    rows = count_rows(resolve_positions(spec.positions, ctx, where, fail), ctx, where)
     taps = sum(len(layers) for layers in spec.hooks.values())
     row_bytes = ctx.hidden_size * ctx.element_size_bytes
     what = (

@@ -5,7 +5,7 @@ After admission nothing fails because of user input.
 """
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
@@ -20,30 +20,18 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
 from vllm.v1.capture.frontend.known_specs import KnownSpecs
-from vllm.v1.capture.registry import build_consumer
-from vllm.v1.capture.selectors import (
-    check_range,
-    check_size,
-    check_text,
-    plain,
-    resolve_positions,
-    within_reach,
-)
+from vllm.v1.capture.frontend.step_consumers import StepSpecs
+from vllm.v1.capture.selectors import check_range, check_size, check_text, within_reach
 from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
 )
-from vllm.v1.readouts.engine_args import check_places
-from vllm.v1.readouts.frontend.admission import (
-    ReadoutAdmission,
-    reader_of,
-    staged_ranges,
-)
-from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
+from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
+from vllm.v1.residual.row_selection import resolve_positions
 from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import Tap
@@ -59,6 +47,18 @@ HookPoints = Mapping[int, tuple[str, ...]]
 _KEYS_OF_SPECS = ("hooks", "positions", "layers", "tag", "request_id", "layout")
 
 
+class ReadoutPlanner(Protocol):
+    """Plans the readouts of requests, whose rows are staged as captured ones are."""
+
+    def plan(self, params: "SamplingParams", ctx: CaptureContext) -> ReadoutPlan | None:
+        """The plan of a request's readouts; None if it has none."""
+
+    def reader(
+        self, consumer: str, raw: Any, plan: ReadoutPlan | None
+    ) -> ReadoutReader:
+        """What a consumer takes of them, as its spec says in `readouts`."""
+
+
 class Admission:
     """Turns the specs of requests and consumers into plans."""
 
@@ -67,6 +67,7 @@ class Admission:
         vllm_config: "VllmConfig",
         consumers: Mapping[str, Any],
         hook_points: HookPoints,
+        readouts: ReadoutPlanner,
     ) -> None:
         """Read and check the global specs.
 
@@ -74,6 +75,7 @@ class Admission:
             vllm_config: the engine's configuration.
             consumers: an instance of each consumer, by instance name.
             hook_points: of the loaded model.
+            readouts: plans the requests' readouts.
 
         Raises:
             CaptureValidationError: a global spec is invalid for this model.
@@ -91,15 +93,9 @@ class Admission:
         can = self.capabilities.items()
         self._known = KnownSpecs({name for name, one in can if one.validates_purely})
         self._global_specs = self._read_global_specs()
-        self.readouts = ReadoutAdmission(vllm_config)
-        check_places(vllm_config)
-        self.readouts.steps = tuple(
-            (one.instance_name, build_consumer(one, vllm_config).global_capture_spec())
-            for one in vllm_config.capture_config.step_consumers
-        )
-        if self.readouts.steps:
-            starts = Stages.of(vllm_config, own=0).starts
-            self.readouts.check_steps(self.context("start-up", 1, None), starts)
+        self.readouts = readouts
+        self._steps = StepSpecs(vllm_config)
+        self._steps.check(self.context("start-up", 1, None))
 
     @property
     def captures_everything(self) -> list[str]:
@@ -165,11 +161,10 @@ class Admission:
         if isinstance(params.capture, Mapping) and not params.capture:
             params.capture = None  # Asks for nothing.
         asks = params.capture, params.readouts, params.stop_when
-        steps = self.readouts.steps
-        if not (self._global_specs or steps) and all(one is None for one in asks):
+        if not (self._global_specs or self._steps) and all(one is None for one in asks):
             return None
         key = None
-        if params.readouts is None and params.stop_when is None and not steps:
+        if params.readouts is None and params.stop_when is None and not self._steps:
             size = num_prompt_tokens, params.max_tokens, params.n
             key = self._known.key(params.capture, *size, *sorted(streaming))
         if (groups := self._known.find(key)) is not None:
@@ -185,9 +180,10 @@ class Admission:
         }
         readouts = self.readouts.plan(params, ctx)
         readers = self._readers(params.capture or {}, readouts)
+        readouts = self._steps.added(readouts, ctx)
         if readouts is not None:
             readouts = replace(readouts, readers=readers)
-            wanted[READOUTS] = staged_ranges(readouts)
+            wanted[READOUTS] = readouts.staged
         if not wanted:
             return None
         live: dict[Tap, Spans] = {}
@@ -213,7 +209,7 @@ class Admission:
     ) -> tuple[ReadoutReader, ...]:
         """The consumers that take results of readouts."""
         return tuple(
-            reader_of(name, spec["readouts"], plan)
+            self.readouts.reader(name, spec["readouts"], plan)
             for name, spec in sorted(capture.items())
             if self.capabilities[name].takes_readouts
             and isinstance(spec, dict)
@@ -332,7 +328,7 @@ class Admission:
                 hooks,
             )
         where = f"capture.{name}.positions"
-        ranges = resolve_positions(plain(spec.positions), ctx, where)
+        ranges = resolve_positions(plain(spec.positions), ctx, where, fail)
         return {
             (layer, str(hook)): ranges
             for hook, layers in hooks.items()

@@ -18,6 +18,8 @@ from vllm.v1.capture.frontend.request_ends import EndsSender
 from vllm.v1.capture.frontend.streaming import LiveRows
 from vllm.v1.capture.registry import build_consumer, check_folders
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.readouts.engine_args import check_places
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.residual.capture_plan import CaptureEnd
 
 if TYPE_CHECKING:
@@ -53,7 +55,9 @@ def _open(
     points = {
         layer: tuple(names) for layer, names in (config.hook_points or {}).items()
     }
-    admission = Admission(engine.vllm_config, consumers, points)
+    check_places(engine.vllm_config)
+    readouts = ReadoutAdmission(engine.vllm_config)
+    admission = Admission(engine.vllm_config, consumers, points, readouts)
     check_folders(admission.capabilities)
     resources = getattr(engine.engine_core, "resources", None)
     frontend = CaptureFrontend(

@@ -9,8 +9,8 @@ from collections.abc import Hashable, Set
 from itertools import chain
 from typing import Any
 
-from vllm.v1.capture.selectors import ATOMS
 from vllm.v1.residual.capture_plan import TapGroup
+from vllm.v1.residual.plain_data import ATOMS
 
 MOST_KNOWN = 256
 MOST_VALUES = 256

@@ -3,22 +3,17 @@
 
 import re
 import threading
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
-from vllm.v1.capture.types import CaptureContext, CaptureSpec
+from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functions
 from vllm.v1.readouts.modules import ModuleInfo
 from vllm.v1.residual.bounds import counted
 from vllm.v1.residual.numbers import finite_number, is_integer
-from vllm.v1.residual.plain_data import fault_of
+from vllm.v1.residual.plain_data import fault_of, plain
 from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader, StopWhen
-from vllm.v1.residual.spans import Spans, merged
-from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,8 +38,6 @@ class ReadoutAdmission:
         self._max_top_k = config.max_top_k
         self._lens_refusal = config.lens_refusal
         self._model_config = vllm_config.model_config
-        self.steps: tuple[tuple[str, CaptureSpec], ...] = ()
-        """What consumers that run within the step see of every request, by name."""
         self._lock = threading.Lock()
         self._modules = {
             name: ModuleInfo(**info) for name, info in config.described.items()
@@ -77,9 +70,8 @@ class ReadoutAdmission:
             ReadoutValidationError: `readouts` or `stop_when` is invalid.
 
         """
-        steps = tuple(self._for_step(name, spec, ctx) for name, spec in self.steps)
         if params.readouts is None and params.stop_when is None:
-            return ReadoutPlan(steps) if steps else None
+            return None
         self._check_enabled(params)
         for name in ("readouts", "stop_when"):
             _check_range(getattr(params, name), name)
@@ -107,41 +99,23 @@ class ReadoutAdmission:
         params.readouts = without_functions(raw)
         if params.stop_when is not None:
             params.stop_when = _listed_stops(params.stop_when)
-        return ReadoutPlan((*readouts, *steps), stops)
+        return ReadoutPlan(tuple(readouts), stops)
 
-    def _for_step(self, name: str, spec: CaptureSpec, ctx: CaptureContext) -> Readout:
-        """The rows of a consumer that runs within the step."""
-        return Readout(
-            f"step:{name}",
-            "custom",
-            _taps_of_step(name, spec, ctx),
-            resolve_positions(spec.positions, ctx, f"capture consumer {name!r}"),
-            name,
-            step=True,
-        )
-
-    def check_steps(self, ctx: CaptureContext, starts: Sequence[int]) -> None:
-        """Refuse consumers within the step whose rows no rank has, at the start.
+    def reader(
+        self, consumer: str, raw: Any, plan: ReadoutPlan | None
+    ) -> ReadoutReader:
+        """What a consumer takes of a request's readouts.
 
         Args:
-            ctx: the model's dimensions.
-            starts: the first layer of each pipeline stage.
+            consumer: the instance's name.
+            raw: `readouts` of its spec: a list of names, or `"all"`.
+            plan: the request's readouts; None if it has none.
 
         Raises:
-            CaptureValidationError: a hook point does not exist, or several stages have
-                the consumer's layers.
+            ReadoutValidationError: a name is unknown, or cannot be part of a file name.
 
         """
-        for name, spec in self.steps:
-            layers = sorted({layer for layer, _ in _taps_of_step(name, spec, ctx)})
-            if len({bisect_right(starts, layer) for layer in layers}) > 1:
-                raise CaptureValidationError(
-                    f"capture consumer {name!r} sees layers {layers}, which are in "
-                    "several pipeline stages, and runs in one; name layers of one of "
-                    f"the stages, which begin at layers {list(starts)}",
-                    parameter="capture_consumers",
-                    value=name,
-                )
+        return _reader(consumer, raw, plan)
 
     def _server(self) -> Server:
         return Server(
@@ -162,30 +136,9 @@ class ReadoutAdmission:
             )
 
 
-def staged_ranges(plan: ReadoutPlan) -> dict[Tap, Spans]:
-    """The positions to stage at each tap for a plan."""
-    wanted: dict[Tap, Spans] = {}
-    for readout in plan.readouts:
-        for tap in readout.staged:
-            wanted[tap] = merged((*readout.ranges, *wanted.get(tap, ())))
-    return wanted
-
-
-def reader_of(consumer: str, raw: Any, plan: ReadoutPlan | None) -> ReadoutReader:
-    """What a consumer takes of a request's readouts.
-
-    Args:
-        consumer: the instance's name.
-        raw: `readouts` of its spec: a list of names, or `"all"`.
-        plan: the request's readouts; None if it has none.
-
-    Raises:
-        ReadoutValidationError: a name is unknown, or cannot be part of a file name.
-
-    """
+def _reader(consumer: str, raw: Any, plan: ReadoutPlan | None) -> ReadoutReader:
     where = f"capture.{consumer}.readouts"
-    readouts = () if plan is None else [one for one in plan.readouts if not one.step]
-    having = {one.name: one for one in readouts}
+    having = {} if plan is None else {one.name: one for one in plan.readouts}
     names = list(having) if raw == "all" else raw
     if not isinstance(names, list) or not names:
         raise fail(
@@ -376,10 +329,3 @@ def _check_name(name: Any) -> None:
             "readouts",
             name,
         )
-
-
-def _taps_of_step(name: str, spec: CaptureSpec, ctx: CaptureContext) -> tuple[Tap, ...]:
-    """The hook points that a consumer within the step sees."""
-    hooks = {str(hook): list(layers) for hook, layers in spec.hooks.items()}
-    taps = parse_hooks(hooks, ctx, f"capture consumer {name!r}")
-    return tuple((layer, str(hook)) for hook, at in taps.items() for layer in at)

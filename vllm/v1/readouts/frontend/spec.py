@@ -10,15 +10,15 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.selectors import parse_hooks, plain, resolve_positions
 from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
 from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.numbers import is_float32, is_integer
+from vllm.v1.residual.numbers import Fail, is_float32, is_integer
+from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce
+from vllm.v1.residual.row_selection import parse_hooks, resolve_positions
 from vllm.v1.residual.selectors import parse_layers
 from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
@@ -62,6 +62,10 @@ class Spec:
         """The error for one key, to be raised by the caller."""
         where = self.where(key)
         return fail(f"{where}: {message}", where, self.raw.get(key))
+
+    def _failing(self, key: str, value: Any) -> Fail:
+        """Makes the errors of a parser, which are all for the whole key."""
+        return lambda message, _parameter, _value: fail(message, self.where(key), value)
 
     def integer(self, key: str, default: int, least: int, most: int) -> int:
         """An integer within `[least, most]`."""
@@ -109,11 +113,8 @@ class Spec:
         return self._hooks(self.raw.get("hooks"), "hooks")
 
     def _hooks(self, hooks: Any, key: str) -> tuple[Tap, ...]:
-        try:
-            found = parse_hooks(hooks, self.ctx, self.where(key))
-        except CaptureValidationError as error:
-            raise fail(error.args[0], self.where(key), hooks) from None
-        return tuple((layer, str(h)) for h, layers in found.items() for layer in layers)
+        at = parse_hooks(hooks, self.ctx, self.where(key), self._failing(key, hooks))
+        return tuple((layer, str(h)) for h, layers in at.items() for layer in layers)
 
     def ranges(self) -> Spans:
         """The selected token positions; by default all generated tokens."""
@@ -124,10 +125,8 @@ class Spec:
                 'readouts come with each token; "all_generated" with "reduce": "last" '
                 "is the last one",
             )
-        try:
-            return resolve_positions(raw, self.ctx, self.where("positions"))
-        except CaptureValidationError as error:
-            raise fail(error.args[0], self.where("positions"), raw) from None
+        failing = self._failing("positions", raw)
+        return resolve_positions(raw, self.ctx, self.where("positions"), failing)
 
     def module(self, key: str, kind: str, option: str) -> ModuleInfo:
         """The registered module that a key names, which must be of `kind`."""

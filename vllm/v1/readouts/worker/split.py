@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from vllm.distributed.utils import get_pp_indices
 from vllm.v1.residual.readout_plan import Readout
+from vllm.v1.residual.sizes import stage_starts
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -45,11 +45,7 @@ class Stages:
     @classmethod
     def of(cls, vllm_config: "VllmConfig", own: int) -> "Stages":
         """The stages of an engine's configuration; `own` is that of this process."""
-        layers = vllm_config.model_config.get_total_num_hidden_layers()
-        count = vllm_config.parallel_config.pipeline_parallel_size
-        return cls(
-            tuple(get_pp_indices(layers, s, count)[0] for s in range(count)), own
-        )
+        return cls(tuple(stage_starts(vllm_config)), own)
 
     @property
     def is_last(self) -> bool:

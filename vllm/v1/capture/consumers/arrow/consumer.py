@@ -26,8 +26,9 @@ from vllm.v1.capture.consumers.storage.sink import (
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.errors import fail
-from vllm.v1.capture.selectors import parse_spec, plain
+from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
+from vllm.v1.residual.plain_data import plain
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,8 +11,9 @@ from vllm.v1.capture.consumers.inline import check_byte_limits, most_bytes
 from vllm.v1.capture.consumers.memory.store import RowStore
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.selectors import parse_spec, plain
+from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
+from vllm.v1.residual.plain_data import plain
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -3,9 +3,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.selectors import parse_hooks, plain
+from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.types import CaptureContext, CaptureSpec, VllmInternalRequestId
+from vllm.v1.residual.plain_data import plain
+from vllm.v1.residual.row_selection import parse_hooks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,5 +57,5 @@ def global_spec(
             pipeline_parallel_size=1,
             hook_points={layer: tuple(names) for layer, names in points.items()},
         )
-        hooks = parse_hooks(hooks, ctx, f"{where}.global_hooks")
+        hooks = parse_hooks(hooks, ctx, f"{where}.global_hooks", fail)
     return CaptureSpec(hooks, positions)

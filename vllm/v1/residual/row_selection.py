@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of a request are wanted, and the facts with which that is checked."""
+
+from dataclasses import dataclass, field
+from typing import Any, NewType, TypeAlias
+
+from vllm.v1.residual.addresses import hook_name, parse_address
+from vllm.v1.residual.bounds import counted, shown
+from vllm.v1.residual.numbers import Fail
+from vllm.v1.residual.selectors import (
+    PositionName,
+    first_outside,
+    parse_layers,
+    parse_positions,
+)
+from vllm.v1.residual.spans import LAST_ROW, OPEN_END, Spans, merged
+from vllm.v1.residual.tap import HOOK_NAMES, HookName
+
+MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
+
+VllmInternalRequestId = NewType("VllmInternalRequestId", str)
+"""The unique, opaque id that the engine gives each sample; clients cannot choose it."""
+
+PositionSelector: TypeAlias = PositionName | list[int] | dict[str, Any]
+"""The positions to capture: a name, a list of token positions (negative ones count
+from the prompt's end), `{"last": k}` or `{"ranges": [[first, last], ...]}`."""
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """What to capture of a request: `hooks` maps each hook point to its layers."""
+
+    hooks: dict[HookName, list[int]]
+    positions: PositionSelector
+
+
+@dataclass
+class CaptureContext:
+    """Facts about a request and the model, for `validate_client_spec`."""
+
+    vllm_internal_request_id: VllmInternalRequestId
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Always 0: captured prompt tokens are recomputed even if they are cached."""
+    num_hidden_layers: int
+    """Number of decoder blocks in the whole model, over all pipeline stages."""
+    hidden_size: int
+    element_size_bytes: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    max_tokens: int | None = None
+    """The maximum number of tokens to generate."""
+    hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """The hook points that each layer of the loaded model has."""
+    num_samples: int = 1
+    """`n` of the request."""
+    expert_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+
+def parse_hooks(
+    raw: Any, ctx: CaptureContext, where: str, fail: Fail
+) -> dict[Any, list[int]]:
+    """`{hook: layer selector}` with every selector as a sorted list of layers.
+
+    A key may be another system's name of a hook point. Addresses, which name a layer
+    too, stand in a list, or are keys whose value is None.
+    """
+    if isinstance(raw, list):
+        raw = {name if isinstance(name, str) else shown(name): None for name in raw}
+    if not isinstance(raw, dict) or not raw:
+        raise fail(
+            f"{where} must map at least one hook point to layers, for example "
+            '{"post_block": [0]} or {"post_block": "all"}, or be a list of addresses '
+            'such as ["post_block.0"]',
+            where,
+            raw,
+        )
+    hooks: dict[Any, list[int]] = {}
+    for name, selector in raw.items():
+        hook, selector = _hook(name, selector, where, fail)
+        having = [
+            layer for layer, points in sorted(ctx.hook_points.items()) if hook in points
+        ]
+        if not having:
+            raise fail(
+                f"{where}: this model has no hook point {hook!r}; it has "
+                f"{sorted({p for points in ctx.hook_points.values() for p in points})}"
+                f"{MLP_REMEDY if hook.startswith('mlp') else ''}",
+                where,
+                hook,
+            )
+        at = f"{where}.{name}"
+        layers = parse_layers(selector, having, ctx.num_hidden_layers, at, fail)
+        hooks[hook] = sorted({*hooks.get(hook, []), *layers})
+    return hooks
+
+
+def _hook(name: Any, selector: Any, where: str, fail: Fail) -> tuple[str, Any]:
+    """Our name of a hook point, and its layers; an address says both."""
+    if isinstance(name, str) and (hook := hook_name(name)) is not None:
+        return hook, selector
+    if isinstance(name, str) and (tap := parse_address(name)) is not None:
+        if selector is not None:
+            raise fail(
+                f"{where}.{name}: an address includes its layer; map it to None, or "
+                "give a list of addresses",
+                f"{where}.{name}",
+                selector,
+            )
+        return tap[1], [tap[0]]
+    raise fail(
+        f"{where}: {shown(name)} is not a hook point; the hook points are "
+        f"{list(HOOK_NAMES)}, and addresses such as post_block.3",
+        where,
+        name,
+    )
+
+
+def resolve_positions(raw: Any, ctx: CaptureContext, where: str, fail: Fail) -> Spans:
+    """The ranges of token positions that a selector stands for.
+
+    With P prompt tokens a request has rows 0 to P+N-2, N being the number of
+    tokens it generates; ranges of generated positions are open at the end.
+    """
+    prompt = ctx.num_prompt_tokens
+    found = parse_positions(raw, where, fail)
+    match found:
+        case "last_prompt":
+            return ((prompt - 1, prompt),)
+        case "all_prompt":
+            return ((0, prompt),)
+        case "all_generated":
+            return ((prompt, OPEN_END),)
+        case "last_generated":
+            return ((prompt, LAST_ROW),)
+        case "all":
+            return ((0, OPEN_END),)
+    end = OPEN_END if ctx.max_tokens is None else prompt + ctx.max_tokens - 1
+    outside = first_outside(found, prompt, end)
+    if outside is not None and outside < 0:
+        raise fail(
+            f"{where}: position {outside} from the prompt's end lies before its "
+            f"start; the prompt has {counted(prompt, 'token')}",
+            where,
+            outside,
+        )
+    if outside is not None:
+        raise fail(
+            f"{where}: with {counted(prompt, 'prompt token')} and "
+            f"max_tokens={ctx.max_tokens} the last row is at position {end - 1} "
+            "(the last token is never fed back); leave the position out or raise "
+            "max_tokens",
+            where,
+            outside,
+        )
+    return merged(
+        (max(first + shift, 0), stop + shift)
+        for first, stop in found
+        for shift in (prompt if first < 0 else 0,)
+    )
