@@ -20,7 +20,8 @@ import pybase64
 sys.path.append(str(Path(__file__).resolve().parents[2] / "client"))
 
 from clearbox_client import Client
-from clearbox_client.direct import DirectTransport
+from clearbox_client.connection import Connections
+from clearbox_client.requests import encoded
 
 PROMPT_TOKENS = 512
 MANY, MANY_TOKENS = 32, 256
@@ -45,10 +46,9 @@ async def measure(
 
     with (
         Client(url, model="m") as client,
-        httpx.Client(base_url=url, timeout=600, transport=DirectTransport()) as plain,
         ThreadPoolExecutor(MANY) as threads,
     ):
-        ways = Ways(client, plain)
+        ways = Ways(client, Connections(url, {}, 600, 8 << 30))
         for form in chosen(*FORMS, *JSON_FORMS):
             ask = partial(fetch, ways, PROMPT_TOKENS, 1, form)
             ask()
@@ -81,8 +81,8 @@ class Ways(NamedTuple):
     """How responses are fetched."""
 
     client: Client
-    plain: httpx.Client
-    """With the client's transport, for forms that other clients read."""
+    plain: Connections
+    """The client's connections, for forms that other clients read."""
 
 
 SPEC = {"hooks": {"post_block": "all"}, "positions": "all_prompt"}
@@ -161,8 +161,8 @@ def from_json_slowly(ways: Ways, prompt: list[int]) -> list[np.ndarray]:
 def _json(ways: Ways, prompt: list[int]) -> bytes:
     asked = {"model": "m", "prompt": prompt, "capture_wait": True, **fields("http")}
     accept = {"Accept": "application/json"}
-    reply = ways.plain.post("/v1/completions", json=asked, headers=accept)
-    return reply.raise_for_status().content
+    with ways.plain.ask("POST", "/v1/completions", encoded(asked), accept) as answer:
+        return bytes(answer.read())
 
 
 class Form(NamedTuple):

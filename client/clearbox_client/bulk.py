@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses with rows in binary form: safetensors, with the JSON in their metadata.
-
-A body whose length is known is read into an array, of which the rows are views.
-"""
+"""Responses with rows in binary form: safetensors, with the JSON in their metadata."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import httpx
-from clearbox_client.direct import WHOLE
-from clearbox_client.memory import MEMORY
 
 SAFETENSORS = "application/safetensors"
 
@@ -29,53 +22,6 @@ def accept_of(body: Mapping[str, Any]) -> dict[str, str]:
     if any(spec.get("encoding") == "zstd" for spec in specs):
         return {}
     return {"Accept": f"{SAFETENSORS}, application/json"}
-
-
-def kind_of(response: httpx.Response) -> str:
-    """The media type of a response."""
-    kind: str = response.headers.get("content-type", "").partition(";")[0]
-    return kind
-
-
-def read(response: httpx.Response) -> Content:
-    """Read the body of an open response; writable if it is binary."""
-    array = _array_for(response)
-    if array is None:
-        return response.read()
-    if (whole := response.extensions.get(WHOLE)) is not None:
-        found: Content = whole(array)
-        return found
-    start = 0
-    for piece in response.iter_raw():
-        array[start : start + len(piece)] = piece
-        start += len(piece)
-    return array
-
-
-async def read_async(response: httpx.Response) -> Content:
-    """`read` for the response of an asynchronous client."""
-    array = _array_for(response)
-    if array is None:
-        return await response.aread()
-    if (whole := response.extensions.get(WHOLE)) is not None:
-        found: Content = await whole(array)
-        return found
-    start = 0
-    async for piece in response.aiter_raw():
-        array[start : start + len(piece)] = piece
-        start += len(piece)
-    return array
-
-
-def _array_for(response: httpx.Response) -> memoryview | None:
-    """Memory for a binary body; None if its size is unknown, or it is read already."""
-    headers = response.headers
-    size = headers.get("content-length")
-    if size is None or "content-encoding" in headers or response.is_stream_consumed:
-        return None
-    if kind_of(response) != SAFETENSORS:
-        return None
-    return MEMORY.take(int(size))
 
 
 def document_in(content: Content, kind: str) -> Any:

@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The synchronous client."""
 
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
+from urllib.parse import quote
 
-import httpx
-from clearbox_client.bulk import Content, accept_of, document_in, kind_of, read
-from clearbox_client.direct import DirectTransport, is_direct
-from clearbox_client.errors import ClearboxError
+from clearbox_client.bulk import accept_of, document_in
+from clearbox_client.connection import Answer, Connections
+from clearbox_client.errors import ClearboxError, understood
 from clearbox_client.replies import Chunk, Reply
 from clearbox_client.requests import (
     Messages,
     Prompt,
     address_of,
     body_of,
-    document_of,
+    encoded,
     headers_of,
     plain,
 )
 from clearbox_client.shared import Mapped
+
+MAX_BYTES = 4 << 30
 
 
 class Client:
@@ -31,7 +34,7 @@ class Client:
         model: str | None = None,
         api_key: str | None = None,
         timeout: float = 600.0,
-        transport: httpx.BaseTransport | None = None,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         """Open a client; no request is sent yet.
 
@@ -39,18 +42,13 @@ class Client:
             url: the server's address, without a path.
             model: the model's name on the server; by default its only model.
             api_key: the server's key, if it has one.
-            timeout: most seconds for a response.
-            transport: an httpx transport, for tests; without one, servers without TLS
-                are read by `DirectTransport`, unless the environment names a proxy.
+            timeout: most seconds for a whole response, and for each chunk of a stream.
+            max_bytes: most bytes of a response with rows; other responses and chunks
+                may have an eighth of it.
 
         """
-        if transport is None and is_direct(url):
-            transport = DirectTransport()
-        self._http = httpx.Client(
-            base_url=address_of(url),
-            headers=headers_of(api_key),
-            timeout=timeout,
-            transport=transport,
+        self._http = Connections(
+            address_of(url), headers_of(api_key), timeout, max_bytes
         )
         self._model = model
 
@@ -68,13 +66,17 @@ class Client:
     def model(self) -> str:
         """The model's name; the server is asked once if none was given."""
         if self._model is None:
-            self._model = self.models()[0]["id"]
+            models = self.models()
+            with understood(200):
+                self._model = str(models[0]["id"])
         return self._model
 
     def models(self) -> list[dict[str, Any]]:
         """What the server says of its models: `id`, `root`, `max_model_len`."""
-        answer: list[dict[str, Any]] = self._ask("GET", "/v1/models")["data"]
-        return answer
+        answer = self._ask("GET", "/v1/models")
+        with understood(200):
+            models: list[dict[str, Any]] = answer["data"]
+        return models
 
     def complete(self, prompt: Prompt, *, tokens: bool = False, **fields: Any) -> Reply:
         """Complete a text or token ids.
@@ -106,24 +108,28 @@ class Client:
 
         """
         path, body = body_of(self.model, prompt, {**fields, "stream": True})
-        with connected(), self._http.stream("POST", path, json=body) as response:
-            if response.is_error:
-                response.read()
-                raise error_of(response)
-            for line in response.iter_lines():
-                document = document_of(line)
-                if document is not None:
+        with self._http.ask("POST", path, encoded(body)) as answer:
+            raise_if_refused(answer)
+            events = answer.events()
+            while True:
+                with understood(answer.status):
+                    document = next(events, None)
+                    if document is None:
+                        return
                     if "error" in document:
-                        raise ClearboxError.of(response.status_code, document)
+                        raise ClearboxError.of(answer.status, document)
                     self._map_shared(document)
-                    yield Chunk.of(document)
+                    chunk = Chunk.of(document)
+                yield chunk
 
     def token_texts(self, token_ids: list[int]) -> list[str]:
         """The text of each token on its own."""
         texts = {}
         for token in dict.fromkeys(token_ids):
             body = {"model": self.model, "tokens": [token]}
-            texts[token] = self._ask("POST", "/detokenize", json=body)["prompt"]
+            answer = self._ask("POST", "/detokenize", body)
+            with understood(200):
+                texts[token] = str(answer["prompt"])
         return [texts[token] for token in token_ids]
 
     def capture_status(self) -> dict[str, Any]:
@@ -162,20 +168,21 @@ class Client:
 
     def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
         path = f"/v1/steering/{what}"
-        answer: dict[str, Any] = self._ask(
-            "POST", path, json=plain(fields), headers=headers_of(key)
-        )
+        answer: dict[str, Any] = self._ask("POST", path, plain(fields), headers_of(key))
         return answer
 
     def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
         path, body = body_of(self.model, prompt, fields)
-        document = self._ask("POST", path, json=body, headers=accept_of(body))
-        self._map_shared(document)
-        reply = Reply.of(document)
+        document = self._ask("POST", path, body, accept_of(body))
+        with understood(200):
+            self._map_shared(document)
+            reply = Reply.of(document)
+            ids = [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())]
         if not tokens:
             return reply
-        ids = [*(reply.prompt_token_ids or ()), *(reply.token_ids or ())]
-        return Reply.of(document, self.token_texts(ids))
+        texts = self.token_texts(ids)
+        with understood(200):
+            return Reply.of(document, texts)
 
     def _map_shared(self, document: Any) -> None:
         """Map rows in shared memory, which the server need not keep any longer."""
@@ -185,42 +192,36 @@ class Client:
         finally:
             for token in mapped.tokens:
                 with suppress(ClearboxError):  # It is freed after a minute anyway.
-                    self._ask("DELETE", f"/v1/capture/shm/{token}")
+                    self._ask("DELETE", f"/v1/capture/shm/{quote(token, safe='')}")
 
-    def _ask(self, method: str, path: str, **more: Any) -> Any:
-        return document_in(*self._content(method, path, **more))
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """The JSON of a response."""
+        sent = None if body is None else encoded(body)
+        with self._http.ask(method, path, sent, headers) as answer:
+            raise_if_refused(answer)
+            content = answer.read()
+        with understood(answer.status):
+            return document_in(content, answer.kind)
 
-    def _content(self, method: str, path: str, **more: Any) -> tuple[Content, str]:
-        """The body of a response, and its media type."""
-        with connected(), self._http.stream(method, path, **more) as response:
-            content = read(response)
-        if response.is_error:
-            raise error_of(response)
-        return content, kind_of(response)
 
-
-@contextmanager
-def connected() -> Iterator[None]:
-    """Convert failures of the connection to `ClearboxError`.
+def raise_if_refused(answer: Answer) -> None:
+    """Raise the error that a response reports.
 
     Raises:
-        ClearboxError: with status 0.
+        ClearboxError: the response is one.
 
     """
+    if 200 <= answer.status < 300:
+        return
+    text = bytes(answer.read()).decode(errors="replace")
     try:
-        yield
-    except httpx.TransportError as error:
-        message = (
-            f"the server does not answer: {error!r}; start it, or pass its address as "
-            "url"
-        )
-        raise ClearboxError(message, 0, "url", None) from error
-
-
-def error_of(response: httpx.Response) -> ClearboxError:
-    """The error that a response reports."""
-    try:
-        body = response.json()
-    except ValueError:
-        body = {"message": response.text}
-    return ClearboxError.of(response.status_code, body)
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        body = {"message": text}
+    raise ClearboxError.of(answer.status, body)

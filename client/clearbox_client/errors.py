@@ -2,14 +2,13 @@
 """Errors of servers and of the client itself."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
 from typing import Any
 
-_EXTRAS = re.compile(
-    r"^(?P<text>.*) \((?:parameter=(?P<parameter>[^,()]*(?:\[[^\]]*\])?))"
-    r"(?:, value=(?P<value>.*))?\)$",
-    re.DOTALL,
-)
-
+MOST_CHARACTERS = 1 << 16
+"""Characters of a message that are kept."""
 
 _DEMAND = re.compile(r"\b(?:must|may|cannot|is needed|are needed)\b.*", re.DOTALL)
 
@@ -53,16 +52,38 @@ class ClearboxError(Exception):
         error = body.get("error", body) if isinstance(body, dict) else {}
         if not isinstance(error, dict):
             error = {"message": str(error)}
-        text = str(error.get("message") or body)
-        found = _EXTRAS.match(text)
+        text = str(error.get("message") or body)[:MOST_CHARACTERS]
         if status < 400 and isinstance(error.get("code"), int):
             status = error["code"]  # An event of a stream, which began with 200.
         parameter, value = error.get("param"), None
-        if found is not None:
-            text = found["text"]
-            parameter = parameter or found["parameter"]
-            value = found["value"]
+        before, mark, extras = text.rpartition(" (parameter=")
+        if mark and extras.endswith(")"):
+            name, said, given = extras[:-1].partition(", value=")
+            text, parameter = before, parameter or name
+            value = given if said else None
         return cls(text, status, parameter, value)
+
+
+@contextmanager
+def understood(status: int) -> Iterator[None]:
+    """Convert whatever fails when a server's answer is parsed.
+
+    Raises:
+        ClearboxError: the answer is malformed.
+
+    """
+    try:
+        yield
+    except (ClearboxError, OSError, HTTPException):
+        raise
+    except Exception as error:  # The server may have sent anything.
+        raise ClearboxError(
+            f"the server's answer is malformed ({repr(error)[:200]}); is it a server "
+            "of this version?",
+            status,
+            None,
+            None,
+        ) from error
 
 
 class InputError(ClearboxError, ValueError):

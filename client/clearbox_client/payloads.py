@@ -12,6 +12,8 @@ from clearbox_client.memory import MEMORY
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+MOST_UNPACKED = 4 << 30
+"""Most bytes of compressed rows of one tap."""
 DTYPES = {
     "bfloat16": "<u2",
     "float16": "<f2",
@@ -71,7 +73,8 @@ def entry_stored(entry: Mapping[str, Any]) -> Array:
     data = base64.b64decode(given) if isinstance(given, str) else given
     encoding = entry.get("encoding")
     if encoding == "zstd":
-        data = _unzstd(data)
+        kind = np.dtype(DTYPES.get(entry["dtype"], "u1"))
+        data = _unzstd(data, prod(entry["shape"]) * kind.itemsize)
     elif encoding is not None:
         message = f"the encoding {encoding!r} is unknown; update clearbox-client"
         raise InputError(message, "encoding", encoding)
@@ -98,7 +101,8 @@ def decode(payload: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Array]
     return {(one["layer"], one["hook"]): entry_values(one) for one in payload}
 
 
-def _unzstd(data: bytes) -> bytes:
+def _unzstd(data: bytes, size: int) -> bytes:
+    """At most `size` bytes, and one more if there are more."""
     try:
         import zstandard  # type: ignore[import-not-found]
     except ImportError:
@@ -108,5 +112,9 @@ def _unzstd(data: bytes) -> bytes:
             "encoding",
             "zstd",
         ) from None
-    unpacked: bytes = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    if not 0 <= size <= MOST_UNPACKED:
+        message = f"the rows have {size} bytes unpacked; capture less at once"
+        raise InputError(message, "shape", size)
+    with zstandard.ZstdDecompressor().stream_reader(data) as stream:
+        unpacked: bytes = stream.read(size + 1)
     return unpacked

@@ -141,4 +141,7 @@ def rows_of(
 def text_of(choice: Mapping[str, Any]) -> str:
     """The text of a choice, or of a part of it, of a completion or chat."""
     part = choice.get("message") or choice.get("delta") or choice
-    return part.get("text") or part.get("content") or ""
+    text = part.get("text") or part.get("content") or ""
+    if not isinstance(text, str):
+        raise TypeError(f"a choice's text is {type(text).__name__}")
+    return text

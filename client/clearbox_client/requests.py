@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clearbox_client.errors import InputError
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DONE = "[DONE]"
@@ -55,13 +57,29 @@ def document_of(line: str) -> dict[str, Any] | None:
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == DONE:
         return None
-    document: dict[str, Any] = json.loads(data)
+    document: dict[str, Any] | None = json.loads(data)
+    if document is None:
+        raise ValueError("an event of a stream is null")
     return document
 
 
 def address_of(url: str) -> str:
     """The server's address, also if it is given as OpenAI's client takes it."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def encoded(body: Any) -> bytes:
+    """A request's body.
+
+    Raises:
+        InputError: it has what JSON cannot have.
+
+    """
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        message = f"a field cannot be sent as JSON: {error}; pass finite plain values"
+        raise InputError(message, "fields", None) from error
 
 
 def headers_of(api_key: str | None) -> dict[str, str]:

@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,16 @@ class RowSet(Mapping[tuple[int, str], Rows]):
         """Parse a payload; `tokens` are the texts of prompt and generated tokens."""
         found = {}
         for entry in payload:
-            positions = list(entry["positions"])
+            positions = [index(one) for one in entry["positions"]]
+            stored = entry_stored(entry)
+            if len(stored) != len(positions):
+                raise ValueError(f"{len(positions)} positions of {len(stored)} rows")
             known = tokens is not None and max(positions, default=-1) < len(tokens)
-            found[entry["layer"], entry["hook"]] = Rows(
-                layer=entry["layer"],
-                hook=entry["hook"],
-                stored=entry_stored(entry),
+            layer, hook = index(entry["layer"]), str(entry["hook"])
+            found[layer, hook] = Rows(
+                layer=layer,
+                hook=hook,
+                stored=stored,
                 dtype=entry["dtype"],
                 positions=positions,
                 token_ids=list(entry.get("token_ids") or [None] * len(positions)),

@@ -12,6 +12,10 @@ NAME = "/memfd:vllm-answer"
 """To what the paths of such memory link."""
 
 
+MOST_TOKENS = 16
+"""Of one answer: each costs a request."""
+
+
 class Mapped:
     """The rows of a document that were in shared memory: now the `data` of its entries.
 
@@ -37,6 +41,8 @@ class Mapped:
             if where is None:
                 continue
             if where["token"] not in self.tokens:
+                if len(self.tokens) == MOST_TOKENS:
+                    raise ValueError("one answer has one token")
                 self.tokens.append(where["token"])
             begin = where["offset"]
             file = self._file(where["path"])

@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from clearbox_client import AsyncClient, ClearboxError, Client, shared
 from clearbox_client.payloads import decode
 
+from tests.client._answering import served
 from vllm.v1.capture.results import RowsByTap
-from vllm.v1.capture.transport.bodies import FORMS, Body, form_for
+from vllm.v1.capture.transport.bodies import FORMS, form_for
 from vllm.v1.capture.transport.handouts import Handout, Handouts
 from vllm.v1.capture.transport.parts import Part, described, parts_of
 from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
@@ -60,7 +62,8 @@ class Answers:
             return self._shared(asked)
         form = form_for(request.headers["accept"])
         body = FORMS[form](self.tell, self.parts)
-        return response_of(body)
+        headers = {"content-type": body.media_type}
+        return httpx.Response(200, headers=headers, content=b"".join(body.pieces))
 
     def _shared(self, asked: Any) -> httpx.Response:
         handed = self.handed = self.handouts.make(self.parts)
@@ -78,30 +81,10 @@ class Answers:
         return httpx.Response(200, json=document)
 
 
-def response_of(body: Body) -> httpx.Response:
-    headers = {"content-type": body.media_type}
-    if body.size is not None:
-        headers["content-length"] = str(body.size)
-    return httpx.Response(200, headers=headers, stream=Pieces(body))
-
-
-class Pieces(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """The pieces of a body as a connection of `httpx` returns them."""
-
-    def __init__(self, body: Body) -> None:
-        self.data = b"".join(body.pieces)
-
-    def __iter__(self) -> Iterator[bytes]:
-        for start in range(0, len(self.data), 100):
-            yield self.data[start : start + 100]
-
-    async def __aiter__(self) -> Any:
-        for piece in self:
-            yield piece
-
-
-def client_of(server: Answers) -> Client:
-    return Client("http://x", model="m", transport=httpx.MockTransport(server))
+@contextmanager
+def client_of(server: Answers) -> Iterator[Client]:
+    with served(server) as url, Client(url, model="m") as client:
+        yield client
 
 
 def bits(rows: torch.Tensor) -> bytes:
@@ -132,12 +115,12 @@ def test_the_asynchronous_client_gets_the_same() -> None:
     server = Answers(payload_of(torch.bfloat16))
 
     async def run() -> list[Any]:
-        transport = httpx.MockTransport(server)
-        async with AsyncClient("http://x", model="m", transport=transport) as client:
-            whole = await client.complete("x", capture=CAPTURE)
-            mapped = await client.complete("x", capture=SHM)
-            chunks = [chunk async for chunk in client.stream("x", capture=SHM)]
-            return [whole.rows, mapped.rows, chunks[-1].rows]
+        with served(server) as url:
+            async with AsyncClient(url, model="m") as client:
+                whole = await client.complete("x", capture=CAPTURE)
+                mapped = await client.complete("x", capture=SHM)
+                chunks = [chunk async for chunk in client.stream("x", capture=SHM)]
+                return [whole.rows, mapped.rows, chunks[-1].rows]
 
     for rows in asyncio.run(run()):
         for tap in TAPS:

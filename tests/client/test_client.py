@@ -27,6 +27,7 @@ from clearbox_client import (
     unpack,
 )
 
+from tests.client._answering import served
 from vllm.v1.capture.frontend.http import rows_as_json
 from vllm.v1.capture.results import RowsByTap
 
@@ -87,8 +88,8 @@ def test_rows_in_binary_form_equal_those_in_json() -> None:
             headers = {"content-type": kind}
             return httpx.Response(200, content=content, headers=headers)
 
-        client = Client(model="m", transport=httpx.MockTransport(respond))
-        replies.append(client.complete("x", capture={"inline": {}}))
+        with served(respond) as url, Client(url, model="m") as client:
+            replies.append(client.complete("x", capture={"inline": {}}))
     one, other = replies
     assert one.text == other.text == "é" and len(one.rows) == len(other.rows) == 2
     for tap in ((1, "post_block"), (2, "post_block")):
@@ -198,7 +199,7 @@ def test_a_reply_has_rows_with_positions_ids_and_tokens() -> None:
     document = reply()
     document["capture_results"]["inline"]["payload"][0]["positions"] = [0, 1, 2]
     handler = answering(sent, httpx.Response(200, json=document))
-    with Client("http://x", transport=httpx.MockTransport(handler)) as client:
+    with served(handler) as url, Client(url) as client:
         capture = {"inline": {"hooks": {"post_block": [3]}}}
         found = client.complete("a", capture=capture, tokens=True, seed=None)
     path, body = sent[0]
@@ -230,7 +231,7 @@ def test_messages_go_to_the_chat_route_and_several_choices_have_rows_each() -> N
     document["readouts"] = {"0": {"risk": RISK}, "1": {"mean": MEAN}}
     sent: list[Any] = []
     handler = answering(sent, httpx.Response(200, json=document))
-    with Client("http://x", transport=httpx.MockTransport(handler)) as client:
+    with served(handler) as url, Client(url) as client:
         found = client.chat([{"role": "user", "content": "Hi"}], n=2)
     assert sent[0][0] == "/v1/chat/completions" and "messages" in sent[0][1]
     assert found.texts == ["c0", "c1"]
@@ -250,7 +251,7 @@ def lines() -> bytes:
 def test_a_stream_yields_text_rows_and_readouts_as_they_come() -> None:
     sent: list[Any] = []
     handler = answering(sent, httpx.Response(200, content=lines()))
-    with Client("http://x", transport=httpx.MockTransport(handler)) as client:
+    with served(handler) as url, Client(url) as client:
         first, last = client.stream("a", capture={"inline": {}})
     assert sent[0][1]["capture_stream"] is True
     assert (first.text, last.text, last.finish_reason) == ("b", "c", "stop")
@@ -261,14 +262,14 @@ def test_a_stream_yields_text_rows_and_readouts_as_they_come() -> None:
 def test_the_asynchronous_client_does_the_same() -> None:
     async def run() -> tuple[Any, list[Any]]:
         sent: list[Any] = []
-        whole = httpx.MockTransport(answering(sent, httpx.Response(200, json=reply())))
-        parts = httpx.MockTransport(
-            answering(sent, httpx.Response(200, content=lines()))
-        )
-        async with AsyncClient("http://x", transport=whole) as client:
-            found = await client.complete("a")
-        async with AsyncClient("http://x", transport=parts) as client:
-            return found, [chunk async for chunk in client.stream("a")]
+        whole = served(answering(sent, httpx.Response(200, json=reply())))
+        parts = served(answering(sent, httpx.Response(200, content=lines())))
+        with whole as url:
+            async with AsyncClient(url) as client:
+                found = await client.complete("a")
+        with parts as url:
+            async with AsyncClient(url) as client:
+                return found, [chunk async for chunk in client.stream("a")]
 
     found, chunks = asyncio.run(run())
     assert found.text == " b c" and len(found.rows) == 1
@@ -282,7 +283,7 @@ def test_an_error_has_parameter_value_and_remedy() -> None:
     )
     body = {"error": {"message": message, "param": None, "code": 400}}
     handler = answering([], httpx.Response(400, json=body))
-    with Client("http://x", transport=httpx.MockTransport(handler)) as client:
+    with served(handler) as url, Client(url) as client:
         for ask in (client.complete, lambda prompt: list(client.stream(prompt))):
             with pytest.raises(ClearboxError) as caught:
                 ask("a")
@@ -295,9 +296,9 @@ def test_an_error_has_parameter_value_and_remedy() -> None:
 def test_an_error_within_a_stream_has_the_status_of_its_event() -> None:
     event = {"error": {"message": "no such name", "param": "x", "code": 400}}
     answer = httpx.Response(200, content=f"data: {json.dumps(event)}\n\n".encode())
-    transport = httpx.MockTransport(answering([], answer))
     with (
-        Client("http://x", transport=transport) as client,
+        served(answering([], answer)) as url,
+        Client(url) as client,
         pytest.raises(ClearboxError, match="no such name") as caught,
     ):
         list(client.stream("a"))
@@ -306,9 +307,9 @@ def test_an_error_within_a_stream_has_the_status_of_its_event() -> None:
 
 def test_arrays_are_sent_as_lists_and_openais_address_is_understood() -> None:
     sent: list[Any] = []
-    transport = httpx.MockTransport(answering(sent, httpx.Response(200, json=reply())))
+    handler = answering(sent, httpx.Response(200, json=reply()))
     vectors = {"post_block": {5: np.ones(2), 6: {"vector": torch.zeros(2)}}}
-    with Client("http://x/v1/", transport=transport) as client:
+    with served(handler) as url, Client(f"{url}/v1/") as client:
         client.complete("a", steering_vectors=vectors)
         client.register_module("name", vectors)
     wanted = {"post_block": {"5": [1.0, 1.0], "6": {"vector": [0.0, 0.0]}}}
@@ -327,7 +328,8 @@ def test_no_server_and_no_json_are_errors_too() -> None:
             assert caught.value.status == 0 and "start it" in str(caught.value.remedy)
     handler = answering([], httpx.Response(502, text="bad gateway"))
     with (
-        Client("http://x", transport=httpx.MockTransport(handler)) as client,
+        served(handler) as url,
+        Client(url) as client,
         pytest.raises(ClearboxError, match="bad gateway"),
     ):
         client.complete("a")
@@ -346,7 +348,7 @@ def test_notebooks_show_a_table_and_a_heat_map() -> None:
 def test_the_client_imports_neither_torch_nor_vllm() -> None:
     code = (
         "import sys, clearbox_client; "
-        "assert not {'torch', 'vllm', 'pyarrow'} & set(sys.modules), 'too much'"
+        "assert not {'torch', 'vllm', 'httpx'} & set(sys.modules), 'too much'"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=CLIENT, capture_output=True, text=True

@@ -19,7 +19,7 @@ from tests.v1.steering._ranks import LAYERS, POINTS, WIDTH, Client, Core, fronte
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.steering import api_router, authority
 from vllm.entrypoints.serve.utils import request_body
-from vllm.entrypoints.serve.utils.json_structure import BodyLimits
+from vllm.entrypoints.serve.utils.json_reader import BodyLimits
 from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import request_fields

@@ -7,6 +7,7 @@ memory in use stays the same.
 """
 
 import json
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -84,7 +85,8 @@ def add_reporter(folder: Path) -> dict[str, str]:
     """Install the plug-in; returns the environment of servers that load it."""
     target = f"{PLUGIN}:start"
     install(folder, PLUGIN, SOURCE, group="vllm.general_plugins", memory=target)
-    return {"PYTHONPATH": str(folder)}
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def used(server: Server, leak: int = 0) -> Used:

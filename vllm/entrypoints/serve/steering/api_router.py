@@ -18,7 +18,7 @@ from vllm.entrypoints.serve.steering.authority import (
     steering_keys,
 )
 from vllm.entrypoints.serve.utils.json_object import checked_object, flag
-from vllm.entrypoints.serve.utils.json_structure import BodyError
+from vllm.entrypoints.serve.utils.json_reader import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
 from vllm.interop.reference_fork import named as gate_vectors
 from vllm.logger import init_logger

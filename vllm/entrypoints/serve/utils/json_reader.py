@@ -1,47 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses JSON without holding the global interpreter lock for long.
+"""Parses JSON bodies, whose size and number of parts are bounded.
 
-`json.loads` holds the lock until it returns, on whatever thread it runs, so a body of
-several megabytes would stall every other request. Here long lists and strings are
-parsed in pieces, between which other threads run. The size of the rest is bounded.
+`msgspec` parses a million numbers in 0.2 s, and holds the interpreter meanwhile. What
+would take longer is refused before, by the number of signs outside of texts.
 """
 
 import json
-import re
-import secrets
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+import os
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
 
-from vllm.entrypoints.serve.utils.json_structure import (
-    CLOSE_LIST,
-    COMMA,
-    LIMITS,
-    OPEN_LIST,
-    BodyError,
-    BodyLimits,
-    Structure,
-    check_count,
-    let_others_run,
-    scanned,
-    too_large,
-)
 from vllm.v1.residual.plain_data import unique_object
 
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """Limits of one body."""
+
+    num_bytes: int = 64 << 20
+    depth: int = 64
+    """Nesting depth of lists and objects."""
+    containers: int = 1 << 16
+    """Number of lists and objects."""
+    strings: int = 1 << 17
+    """Number of strings, keys included; enough for a batch of prompts."""
+    values: int = 1 << 20
+    """Number of values in total; larger vectors must be sent packed."""
+
+
+def _from_environment() -> BodyLimits:
+    given = os.environ.get("VLLM_MAX_BODY_BYTES", "")
+    return BodyLimits(num_bytes=int(given)) if given else BodyLimits()
+
+
+LIMITS = _from_environment()
+
 INLINE_BYTES = 1 << 16
-"""Bodies up to this size are parsed in one go, in about a millisecond."""
-SHORT, SHORT_TEXT = 64, 4096
-MAX_DIGITS = 64
-"""Most digits of an integer: parsing and printing takes quadratic time."""
-_PIECE, _PIECE_BYTES = 1 << 12, 1 << 17
-_ESCAPED_BYTES = 1 << 14
-"""Size of a piece with escapes: finding where to cut it takes longest."""
-_WHOLE = re.compile(
-    rb"(?:[^\\]|\\u[dD][89abAB]..\\u....|\\u(?![dD][89abAB])....|\\[^u])*+", re.DOTALL
-)
-"""Matches up to the last place to split: outside escapes and surrogate pairs."""
+"""Bodies up to this size are parsed on the event loop, in about a millisecond."""
+
+
+class BodyError(ValueError):
+    """A body is rejected; the message says why and what to send instead."""
+
+
+def too_large(limits: BodyLimits) -> str:
+    """The error message for a body with too many bytes."""
+    return (
+        f"it is larger than {limits.num_bytes} bytes; send vectors packed (base64), or "
+        "in several requests. VLLM_MAX_BODY_BYTES of the server sets the limit"
+    )
 
 
 def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
@@ -52,202 +61,81 @@ def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
         limits: bounds on the size and number of its parts.
 
     Raises:
-        BodyError: the body exceeds a limit, has a lone surrogate, or a key twice in
-            one object.
-        ValueError: the body is not JSON.
+        BodyError: the body exceeds a limit, is not JSON, or has a key twice in one
+            object, or an integer of more than 64 bits.
 
     """
     if len(raw) > limits.num_bytes:
         raise BodyError(too_large(limits))
-    encoding = json.detect_encoding(raw)
-    if encoding != "utf-8":
-        raw = raw.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
-    is_small = len(raw) <= INLINE_BYTES
-    if is_small and raw.count(b"[") + raw.count(b"{") <= limits.depth:
-        found = _loads(raw)
-    else:
-        structure = scanned(raw, limits)
-        found = _loads(raw) if is_small else _in_pieces(raw, structure, limits)
-    if (b"\\" in raw and b"\\u" in raw) or b"\xed" in raw:
-        _check_text(found)
+    try:
+        encoding = json.detect_encoding(raw)
+        raw = raw if encoding == "utf-8" else raw.decode(encoding).encode()
+        signs = _outside_of_texts(raw, limits)
+        opened = signs.count(b"[") + signs.count(b"{")
+        _check("lists and objects", opened, limits.containers)
+        _check("values", signs.count(b",") + opened, limits.values)
+        num_names = signs.count(b":")
+        found = msgspec.json.decode(raw)
+        if _count_names(found, limits) != num_names:
+            # The parser keeps the last of equal keys. This one names the key.
+            json.loads(raw, object_pairs_hook=unique_object)
+    except RecursionError:
+        raise BodyError(_too_many("nested lists and objects", limits.depth)) from None
+    except (UnicodeError, msgspec.DecodeError) as error:
+        raise BodyError(f"it is not JSON: {error}") from None
+    except ValueError as error:
+        raise BodyError(str(error)) from None
     return found
 
 
-def _whole_number(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise BodyError(f"it has an integer of more than {MAX_DIGITS} digits")
-    value = int(text)
-    if not -(1 << 63) <= value < 1 << 64:
-        raise BodyError(
-            "it has an integer of more than 64 bits; send a number with an exponent, "
-            "such as 1e30, or text"
-        )
-    return value
+def _outside_of_texts(raw: bytes, limits: BodyLimits) -> bytes:
+    """What is not between quotes, if `raw` is JSON."""
+    if b"\\" in raw:
+        # In this order: a quote behind two backslashes ends its text.
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    _check("texts and names", raw.count(b'"') // 2, limits.strings)
+    return b"".join(raw.split(b'"')[::2])
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    try:
-        return unique_object(pairs)
-    except ValueError as error:
-        raise BodyError(str(error)) from None
-
-
-_DECODER = json.JSONDecoder(parse_int=_whole_number, object_pairs_hook=_object)
-
-
-def _loads(raw: bytes) -> Any:
-    try:
-        return _DECODER.decode(raw.decode("utf-8", "surrogatepass"))
-    except RecursionError:
-        raise BodyError("it is nested too deeply") from None
-
-
-Span: TypeAlias = tuple[int, int]
-"""Offsets of the first and the last byte of a part of a body."""
-
-
-def _in_pieces(raw: bytes, structure: Structure, limits: BodyLimits) -> Any:
-    """Parse a large body: long lists and strings in pieces, then the rest.
-
-    In the rest each of them is replaced by a string with a random prefix, which is
-    looked up afterwards.
-    """
-    nonce = secrets.token_hex(16)
-    parts: list[Any] = []
-    around: list[bytes] = []
-    end = in_lists = 0
-    for (begin, stop), signs in _long_parts(structure):
-        if begin < end:
-            continue  # A string within a long list.
-        around += [raw[end:begin], f'"{nonce}{len(parts)}"'.encode()]
-        is_list = len(signs) > 0
-        parts.append(list(_items(raw, signs)) if is_list else _text(raw, begin, stop))
-        in_lists += len(signs)
-        end = stop + 1
-    around.append(raw[end:])
-    loose = b"".join(around)
-    check_count(
-        "values outside of long lists",
-        len(structure.signs) - in_lists,
-        limits.loose_values,
-    )
-    check_count("bytes outside of long lists and texts", len(loose), limits.loose_bytes)
-    return _filled(_loads(loose), nonce, parts)
-
-
-def _long_parts(
-    structure: Structure,
-) -> list[tuple[Span, npt.NDArray[np.int64]]]:
-    """Spans of long strings, and of long lists without lists or objects in them.
-
-    In order of position. Each span comes with the offsets of its brackets and commas;
-    strings have none.
-    """
-    brackets = np.flatnonzero(structure.kinds != COMMA)
-    kinds = structure.kinds[brackets]
-    flat = (kinds[:-1] == OPEN_LIST) & (kinds[1:] == CLOSE_LIST)
-    flat &= np.diff(brackets) > SHORT
-    found = []
-    for index in np.flatnonzero(flat):
-        signs = structure.signs[brackets[index] : brackets[index + 1] + 1]
-        found.append(((int(signs[0]), int(signs[-1])), signs))
-    nothing = structure.signs[:0]
-    even = len(structure.quotes) // 2 * 2
-    texts = structure.quotes[:even].reshape(-1, 2)
-    for begin, stop in texts[np.diff(texts, axis=1)[:, 0] > SHORT_TEXT]:
-        found.append(((int(begin), int(stop)), nothing))
-    return sorted(found, key=lambda one: one[0])
-
-
-def _items(raw: bytes, signs: npt.NDArray[np.int64]) -> Iterator[Any]:
-    """Yield the items of a list whose brackets and commas are at `signs`."""
-    at, last = 0, len(signs) - 1
-    while at < last:
-        far = int(np.searchsorted(signs, signs[at] + _PIECE_BYTES)) - 1
-        stop = min(max(far, at + 1), at + _PIECE, last)
-        piece = raw[int(signs[at]) + 1 : int(signs[stop])]
-        at = stop
-        text = piece.strip() if len(piece) > _PIECE_BYTES else b""
-        if len(text) > _PIECE_BYTES:
-            if text[:1] != b'"' or text[-1:] != b'"':
-                raise BodyError(f"it has a number of more than {_PIECE_BYTES} digits")
-            yield _text(text, 0, len(text) - 1)
-            continue
-        let_others_run()
-        items = _loads(b"[" + piece + b"]")
-        if not items:
-            raise ValueError(f"a value is missing before byte {int(signs[stop])}")
-        yield from items
-
-
-def _text(raw: bytes, begin: int, stop: int) -> str:
-    """Parse the string between the quotes at `begin` and `stop`."""
-    pieces = []
-    at = begin + 1
-    escapes = raw.find(b"\\", at, stop) >= 0
-    size = min(_PIECE_BYTES, _ESCAPED_BYTES) if escapes else _PIECE_BYTES
-    while at < stop:
-        end = min(at + size, stop)
-        if escapes and end < stop:
-            found = _WHOLE.match(raw, at, end)
-            end = found.end() if found is not None else at
-        while end < stop and raw[end] & 0xC0 == 0x80:
-            end += 1  # Do not split a UTF-8 character.
-        if end == at:
-            raise BodyError("it contains an invalid escape in a text")
-        let_others_run()
-        pieces.append(_loads(b'"' + raw[at:end] + b'"'))
-        at = end
-    return "".join(pieces)
-
-
-def _filled(found: Any, nonce: str, parts: list[Any]) -> Any:
-    """Replace the placeholders, recognised by `nonce`, by the parts.
+def _count_names(found: Any, limits: BodyLimits) -> int:
+    """The number of names in all objects, of which none is twice in one.
 
     Raises:
-        BodyError: a placeholder is a key, that is, a key was a long string.
+        BodyError: lists and objects are nested too deeply, or an integer has more than
+            64 bits, which the message to the engine cannot carry.
 
     """
-
-    def wanted(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith(nonce):
-            return parts[int(value[len(nonce) :])]
-        return value
-
-    root = [found]
-    waiting: list[Any] = [root]
-    while waiting:
-        here = waiting.pop()
-        if isinstance(here, dict) and any(key.startswith(nonce) for key in here):
-            raise BodyError(f"it has a name of more than {SHORT_TEXT} bytes")
-        items = list(here.items() if isinstance(here, dict) else enumerate(here))
-        for at, old in items:
-            if isinstance(old, (dict, list)):
-                waiting.append(old)
-            elif (new := wanted(old)) is not old:
-                here[at] = new
-    return root[0]
-
-
-def _check_text(found: Any) -> None:
-    """Reject lone surrogates, which cannot be encoded in a response.
-
-    Raises:
-        BodyError: a string or key contains one.
-
-    """
-    waiting = [found]
-    while waiting:
-        here = waiting.pop()
-        if isinstance(here, dict):
-            waiting += [*here, *here.values()]
-        elif isinstance(here, list):
-            waiting += here
-        elif isinstance(here, str) and not here.isascii():
-            try:
-                here.encode()
-            except UnicodeEncodeError:
+    names = depth = 0
+    values = [found]
+    while values:
+        inner: list[Any] = []
+        is_nested = False
+        for value in values:
+            if isinstance(value, dict):
+                names += len(value)
+                inner += value.values()
+                is_nested = True
+            elif isinstance(value, list):
+                inner += value
+                is_nested = True
+            elif type(value) is int and not -(1 << 63) <= value < 1 << 64:
                 raise BodyError(
-                    "it contains text with a lone surrogate, which is not Unicode; "
-                    "remove it"
-                ) from None
+                    "it has an integer of more than 64 bits; send a number with an "
+                    "exponent, such as 1e30, or text"
+                )
+        depth += is_nested
+        _check("nested lists and objects", depth, limits.depth)
+        values = inner
+    return names
+
+
+def _check(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise BodyError(_too_many(what, most))
+
+
+def _too_many(what: str, most: int) -> str:
+    return (
+        f"it has more than {most} {what}; send vectors packed (base64), positions and "
+        "layers as ranges, or several requests"
+    )

@@ -19,10 +19,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.capture.sending import counting_unsent
 from vllm.entrypoints.serve.steering.authority import captures_or_steers
-from vllm.entrypoints.serve.utils.json_reader import INLINE_BYTES, read_json
-from vllm.entrypoints.serve.utils.json_structure import (
+from vllm.entrypoints.serve.utils.json_reader import (
+    INLINE_BYTES,
     LIMITS,
     BodyError,
+    read_json,
     too_large,
 )
 from vllm.entrypoints.serve.utils.piecewise import check_in_pieces
