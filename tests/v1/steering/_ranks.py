@@ -57,7 +57,7 @@ class Core:
         # Tensor parallel ranks of one stage, and a second stage.
         self.ranks = [worker(every), worker(every[:1]), worker(every[1:])]
         self.scheduler = SimpleNamespace(
-            steering=SteeringScheduling(2),
+            residual=SimpleNamespace(steering=SteeringScheduling(2)),
             requests={},
             hash_block_size=16,
             reset_prefix_cache=lambda: True,

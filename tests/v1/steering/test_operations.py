@@ -564,7 +564,7 @@ def test_rows_beyond_the_bank_are_refused_or_wait(steered: Any) -> None:
     llm, _ = steered
     core = llm.llm_engine.engine_core.engine_core
     admission = llm.llm_engine.steering.frontend.admission
-    slots, model = core.scheduler.steering.slots, admission.model
+    slots, model = core.scheduler.residual.steering.slots, admission.model
     size = SIZE * _models.HIDDEN * 4
     entry = {"op": "replace", "vectors": ROWS, "positions": "all_prompt"}
 

@@ -91,7 +91,7 @@ class Soak:
 
     def check_nothing_is_left(self) -> None:
         core = self.engine.engine_core.engine_core
-        assert core.scheduler.steering.slots.in_use == 0
+        assert core.scheduler.residual.steering.slots.in_use == 0
         assert self.llm.get_steering()["rows_in_use"] == 0
         self.engine.step()  # Sends the last ends to the worker.
         runner = core.model_executor.driver_worker.worker.model_runner

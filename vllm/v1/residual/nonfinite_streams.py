@@ -77,7 +77,7 @@ def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> N
     their content is intact.
     """
     scheduler: Any = core.scheduler
-    if not (ended := scheduler.nonfinite_streams.take()):
+    if not (ended := scheduler.residual.take_nonfinite()):
         return
     from vllm.v1.worker.nonfinite_layers import layer_finiteness
 

@@ -33,7 +33,7 @@ class Core:
         self.calls: list[tuple[str, Any]] = []
         self.cache_resets = 0
         self.scheduler = SimpleNamespace(
-            steering=SteeringScheduling(2),
+            residual=SimpleNamespace(steering=SteeringScheduling(2)),
             requests={},
             hash_block_size=16,
             reset_prefix_cache=self._reset,
@@ -73,7 +73,7 @@ def test_a_failure_on_one_rank_changes_nothing() -> None:
     with pytest.raises(SteeringChangeError, match="out of memory"):
         set_steering(core, SteeringTiers(base=vectors(1)), False)
     assert core.calls[-1] == ("commit_steering", False)
-    assert not core.scheduler.steering.tiers and not EngineSteering.tiers
+    assert not core.scheduler.residual.steering.tiers and not EngineSteering.tiers
     assert core.cache_resets == 0
 
 
@@ -152,7 +152,7 @@ def test_vectors_that_are_too_much_with_a_requests_change_nothing(own: str) -> N
     with pytest.raises(SteeringValidationError, match="a request in flight"):
         set_steering(core, SteeringTiers(base=vectors(60000)), False)
     assert core.calls == [], "no rank hears of it"
-    assert not core.scheduler.steering.tiers and not EngineSteering.tiers
+    assert not core.scheduler.residual.steering.tiers and not EngineSteering.tiers
     assert core.cache_resets == 0
 
 
@@ -165,7 +165,7 @@ def test_nothing_is_written_while_the_engine_sleeps() -> None:
         set_steering(core, SteeringTiers(base=vectors(2)), False)
     with pytest.raises(SteeringValidationError, match="wake it up first"):
         hold_steering(core, "front end", SteeringTiers(base=vectors(2)), False)
-    assert core.calls == calls and core.scheduler.steering.held is None
+    assert core.calls == calls and core.scheduler.residual.steering.held is None
     # Any wake_up restores the tables, here one that leaves the KV cache asleep.
     core.model_executor.sleeping_tags = {"kv_cache"}
     set_steering(core, SteeringTiers(base=vectors(2)), False)
@@ -178,6 +178,6 @@ def test_a_change_that_is_held_is_not_made_in_sleep() -> None:
     core.model_executor.sleeping_tags = {"weights", "kv_cache"}
     with pytest.raises(SteeringChangeError, match="sleeps"):
         commit_steering(core, "front end")
-    assert not core.calls and not core.scheduler.steering.tiers
+    assert not core.calls and not core.scheduler.residual.steering.tiers
     release_steering(core, "front end", undo=True)
-    assert core.scheduler.steering.held is None
+    assert core.scheduler.residual.steering.held is None

@@ -41,13 +41,15 @@ def request(value: float) -> Any:
 
 
 def steered_by(cores: list[Core]) -> list[SteeringTiers]:
-    assert all(core.scheduler.steering.held is None for core in cores), "still held"
-    return [core.scheduler.steering.tiers for core in cores]
+    assert all(core.scheduler.residual.steering.held is None for core in cores), (
+        "still held"
+    )
+    return [core.scheduler.residual.steering.tiers for core in cores]
 
 
 def test_every_engine_has_it_and_one_answer_tells_of_all(cores: list[Core]) -> None:
     client = Client(*cores)
-    cores[1].scheduler.steering.slots.acquire("r", "digest")
+    cores[1].scheduler.residual.steering.slots.acquire("r", "digest")
     told = asyncio.run(Engines(client).set(tiers(1), False))
     assert steered_by(cores) == [tiers(1)] * 3
     assert told == asyncio.run(Engines(client).get())
@@ -180,7 +182,7 @@ def test_a_change_that_waits_too_long_says_so(cores: list[Core]) -> None:
 
     with patch.object(dp_engines, "PATIENCE_SECONDS", 0.05):
         asyncio.run(change())
-    assert not cores[0].scheduler.steering.tiers
+    assert not cores[0].scheduler.residual.steering.tiers
 
 
 def test_a_change_is_completed_if_its_caller_is_cancelled(

@@ -29,7 +29,7 @@ def end_captures(core: "EngineCore", ends: Sequence[Any]) -> None:
         end if isinstance(end, CaptureEnd) else msgspec.convert(end, CaptureEnd)
         for end in ends
     ]
-    capture = core.scheduler.capture  # type: ignore[attr-defined]
+    capture = core.scheduler.residual.capture  # type: ignore[attr-defined]
     own = [end for end in decoded if capture.forget(end.request_id)]
     if core.scheduler.has_requests():
         capture.add_ends(own)
@@ -50,8 +50,8 @@ def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
 
 def deliver_ends(core: "EngineCore") -> None:
     """When the engine stops, send the ends that still wait for a step."""
-    scheduler = getattr(core, "scheduler", None)
-    capture = getattr(scheduler, "capture", None)
+    scheduler: Any = getattr(core, "scheduler", None)
+    capture = getattr(getattr(scheduler, "residual", None), "capture", None)
     ends = None if capture is None else capture.take_ends()
     if not ends:
         return

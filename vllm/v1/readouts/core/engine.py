@@ -59,7 +59,8 @@ def unload_module(core: "EngineCore", name: str) -> None:
 
 
 def _saes(core: "EngineCore") -> dict[str, str]:
-    found: dict[str, str] = core.scheduler.steering.saes  # type: ignore[attr-defined]
+    scheduler: Any = core.scheduler
+    found: dict[str, str] = scheduler.residual.steering.saes
     return found
 
 

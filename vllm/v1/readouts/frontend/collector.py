@@ -119,8 +119,9 @@ def collector_for(params: "SamplingParams | None") -> Collector | None:
 
 def collect(state: "RequestState", output: "EngineCoreOutput") -> None:
     """Add the results that came with an output of the engine core."""
-    if output.readouts and state.readouts is not None:
-        for part in output.readouts:
+    results = output.residual
+    if results is not None and results.readouts and state.readouts is not None:
+        for part in results.readouts:
             state.readouts.add(part)
 
 

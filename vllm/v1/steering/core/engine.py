@@ -118,7 +118,8 @@ def release_steering(core: "EngineCore", holder: str, undo: bool) -> None:
 
 
 def _steering(core: "EngineCore") -> SteeringScheduling:
-    found: SteeringScheduling = core.scheduler.steering  # type: ignore[attr-defined]
+    scheduler: Any = core.scheduler
+    found: SteeringScheduling = scheduler.residual.steering
     return found
 
 
@@ -147,9 +148,10 @@ def _checked(core: "EngineCore", change: SteeringTiers, replace: bool) -> Steeri
 def _apply(core: "EngineCore", new: SteeringTiers) -> None:
     """Steer all requests by `new` from the next step on."""
     scheduler: Any = core.scheduler
-    old = scheduler.steering.tiers
+    steering = _steering(core)
+    old = steering.tiers
     _change_on_workers(core, new)
-    scheduler.steering.tiers = new
+    steering.tiers = new
     EngineSteering.set(new)
     salt = uuid4().hex
     for request in scheduler.requests.values():
@@ -215,9 +217,8 @@ def get_steering(core: "EngineCore") -> dict[str, Any]:
     Each configuration in use takes one row for prompt tokens and one for generated
     ones; so do the global vectors. The row of zeros is not counted.
     """
-    scheduler: Any = core.scheduler
-    tiers = scheduler.steering.tiers
-    slots, config = scheduler.steering.slots, core.vllm_config.steering_config
+    steering, config = _steering(core), core.vllm_config.steering_config
+    tiers, slots = steering.tiers, steering.slots
     of_all = bool(tiers.prefill_digest or tiers.prefill_operations) + bool(
         tiers.decode_digest or tiers.decode_operations
     )
@@ -230,7 +231,7 @@ def get_steering(core: "EngineCore") -> dict[str, Any]:
         "eager_steps": _eager_steps(core),
         "fired": [
             {"probe": probe or None, "layer": layer, "hook": hook, "tokens": count}
-            for (probe, layer, hook), count in scheduler.steering.fired.items()
+            for (probe, layer, hook), count in steering.fired.items()
         ],
     }
 

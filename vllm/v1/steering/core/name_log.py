@@ -56,7 +56,7 @@ class NamesLog:
 
 def steering_names(core: "EngineCore", known: int) -> list[Any]:
     """The latest version, and by name what was changed after `known`."""
-    names: NamesLog = core.scheduler.steering.names  # type: ignore[attr-defined]
+    names = _log_of(core)
     return [names.version, names.since(known)]
 
 
@@ -64,5 +64,10 @@ def change_steering_name(
     core: "EngineCore", known: int, name: str, module: bytes | None
 ) -> bool:
     """Register or remove a name; false where `known` is not the latest version."""
-    names: NamesLog = core.scheduler.steering.names  # type: ignore[attr-defined]
-    return names.change(known, name, module)
+    return _log_of(core).change(known, name, module)
+
+
+def _log_of(core: "EngineCore") -> NamesLog:
+    scheduler: Any = core.scheduler
+    found: NamesLog = scheduler.residual.steering.names
+    return found

@@ -34,6 +34,12 @@ class EngineSteering:
     """Whether consumers may change what steers generated tokens."""
 
     @classmethod
+    def begin(cls, dynamic: bool = False) -> None:
+        """Begin a new engine, which nothing steers yet."""
+        cls.set(NO_STEERING)
+        cls.dynamic = dynamic
+
+    @classmethod
     def set(cls, tiers: SteeringTiers) -> None:
         """Set the global vectors that steer the blocks hashed from now on."""
         cls.tiers = tiers

@@ -28,7 +28,8 @@ def uses_of(core: "EngineCore", name: str) -> str:
 
     """
     scheduler: Any = core.scheduler
-    if any(use.sae == name for use in features_of(scheduler.steering.tiers)):
+    tiers = scheduler.residual.steering.tiers
+    if any(use.sae == name for use in features_of(tiers)):
         return "the engine's own vectors name it; clear them first"
     found = sum(
         any(use.sae == name for use in features_of(tiers))

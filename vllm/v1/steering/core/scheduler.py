@@ -154,8 +154,7 @@ def take_vectors_off(requests: Iterable["NewRequestData"]) -> None:
 def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
     """Create the scheduler's steering state."""
     check_external_caches(vllm_config)
-    EngineSteering.set(NO_STEERING)
-    EngineSteering.dynamic = vllm_config.capture_config.takes_actions
+    EngineSteering.begin(vllm_config.capture_config.takes_actions)
     config = vllm_config.steering_config
     scheduling = SteeringScheduling(config.max_configs, config.bank_bytes)
     scheduling.saes |= {

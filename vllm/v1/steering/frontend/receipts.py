@@ -22,8 +22,9 @@ def receipt_for(request: "EngineCoreRequest", num_prompt: int) -> Receipt | None
 
 def collect(state: "RequestState", output: "EngineCoreOutput") -> None:
     """Add the doses that came with an output of the engine core."""
-    if output.receipt and state.receipt is not None:
-        state.receipt.add(output.receipt)
+    results = output.residual
+    if results is not None and results.receipt and state.receipt is not None:
+        state.receipt.add(results.receipt)
 
 
 def finished_receipt(
