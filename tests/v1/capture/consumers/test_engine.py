@@ -154,7 +154,7 @@ def test_requests_that_share_an_id_and_asked_for_nothing_have_files_each(
     finished: list[Any] = []
     while engine.has_unfinished_requests():
         finished += [output for output in engine.step() if output.finished]
-    engine.output_processor.capture.wait(finished)
+    engine.output_processor.residual.capture.wait(finished)
     found = {
         path.parent.name: json.loads(path.read_text())["token_ids"]
         for path in (root / "every" / "default").glob("shared*/*.json")

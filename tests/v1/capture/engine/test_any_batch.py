@@ -247,9 +247,8 @@ class Running:
             lora_request=bench.lora if bench.adapted(wish) else None,
         )
         states = core.output_processor.request_states.values()
-        self.capture_id = next(
-            s.capture_id for s in states if s.capture_id.startswith(self.name)
-        )
+        ids = [one.residual.capture_id for one in states]
+        self.capture_id = next(one for one in ids if one.startswith(self.name))
         self.tokens: dict[int, list[int]] = {}
         self.aborted = False
 

@@ -23,7 +23,7 @@ class Running:
         params = asking("all", max_tokens=20)
         self.core.add_request(name, {"prompt_token_ids": prompt_ids}, params)
         states = self.core.output_processor.request_states
-        self.capture_id = next(iter(states.values())).capture_id
+        self.capture_id = next(iter(states.values())).residual.capture_id
 
     def step(self, times: int) -> None:
         for _ in range(times):

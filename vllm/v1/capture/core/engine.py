@@ -50,9 +50,8 @@ def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
 
 def deliver_ends(core: "EngineCore") -> None:
     """When the engine stops, send the ends that still wait for a step."""
-    scheduler: Any = getattr(core, "scheduler", None)
-    capture = getattr(getattr(scheduler, "residual", None), "capture", None)
-    ends = None if capture is None else capture.take_ends()
+    scheduler = getattr(core, "scheduler", None)  # None if it did not start.
+    ends = None if scheduler is None else scheduler.residual.capture.take_ends()
     if not ends:
         return
     try:

@@ -68,8 +68,6 @@ def _open(
         lambda: not getattr(resources, "engine_dead", False),
         offline,
     )
-    engine.input_processor.capture = frontend
-    engine.output_processor.capture = frontend
     weakref.finalize(engine, frontend.close)
     return frontend
 

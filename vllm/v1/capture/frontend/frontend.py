@@ -163,7 +163,7 @@ class CaptureFrontend(NoCapture):
             self._requests.hold(tracked, self._room.take(plan, params.max_tokens))
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)
-            state.capture_id = parent
+            state.residual.capture_id = parent
         if tracked.held:
             when_response_ends(partial(self._requests.abandon, parent))
         self._live.open(parent, plan, state.prompt_token_ids, params)

@@ -42,7 +42,7 @@ class Ends:
         """Add the end of a sample, with the tokens that its client received."""
         assert state.detokenizer is not None
         token_ids = list(state.detokenizer.output_token_ids)
-        collector = state.readouts
+        collector = state.residual.readouts
         self._noted.append(
             CaptureEnd(
                 request_id=state.request_id,

@@ -23,6 +23,4 @@ def open_for_async_engine(engine: "AsyncLLM") -> NoHooks:
 def _open(engine: "LLMEngine | AsyncLLM", offline: bool) -> NoHooks:
     if not engine.vllm_config.steering_config.hooks:
         return NO_HOOKS
-    frontend = HookFrontend(engine.vllm_config, engine.engine_core, offline)
-    engine.input_processor.hooks = frontend
-    return frontend
+    return HookFrontend(engine.vllm_config, engine.engine_core, offline)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 
-def load_module(
+def load_readout_module(
     core: "EngineCore",
     name: str,
     path: str,
@@ -44,7 +44,7 @@ def load_module(
     _saes(core)[name] = fingerprint
 
 
-def unload_module(core: "EngineCore", name: str) -> None:
+def unload_readout_module(core: "EngineCore", name: str) -> None:
     """Unload a module on all ranks.
 
     Raises:
@@ -69,7 +69,7 @@ def _check_unused(core: "EngineCore", name: str) -> None:
         raise fail(f"name: {name!r} is steered by: {users}", "name", name)
 
 
-def status(core: "EngineCore") -> dict[str, Any]:
+def readout_status(core: "EngineCore") -> dict[str, Any]:
     """`{"rows", "seconds"}` by kind of readout, summed over ranks; CPU seconds."""
     from vllm.v1.worker import residual_rpc
 

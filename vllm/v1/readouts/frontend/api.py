@@ -143,7 +143,7 @@ def _admission(engine: Any) -> ReadoutAdmission | None:
 
 def _named(engine: Any) -> NamedFiles | None:
     """What knows them for entries of steering, where requests can be steered."""
-    frontend = engine.input_processor.steering
+    frontend = engine.input_processor.residual.steering
     return frontend.named if isinstance(frontend, SteeringFrontend) else None
 
 

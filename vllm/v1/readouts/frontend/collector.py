@@ -18,8 +18,6 @@ from vllm.v1.residual.spans import overlap
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.engine.output_processor import RequestState
 
 
 class Collector:
@@ -115,14 +113,6 @@ def collector_for(params: "SamplingParams | None") -> Collector | None:
     if all(one.step for one in plan.readouts.readouts):
         return None
     return Collector(plan.readouts, plan.num_prompt_tokens)
-
-
-def collect(state: "RequestState", output: "EngineCoreOutput") -> None:
-    """Add the results that came with an output of the engine core."""
-    results = output.residual
-    if results is not None and results.readouts and state.readouts is not None:
-        for part in results.readouts:
-            state.readouts.add(part)
 
 
 def ended_by(stop_reason: object) -> bool:

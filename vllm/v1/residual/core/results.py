@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine core sends a front end with the tokens of a request."""
+"""What the engine core sends a front end: at its start, and with a request's tokens."""
+
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm.v1.readouts.plan import ReadoutPart
 from vllm.v1.steering.receipts import ReceiptPart
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class RequestResults(
@@ -18,3 +23,16 @@ class RequestResults(
     readouts: list[ReadoutPart] | None = None
     receipt: list[ReceiptPart] | None = None
     """What steering has done to the request's tokens."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What is known only once the model is loaded, and needed for admission."""
+
+    hook_points: dict[int, list[str]] | None = None
+    lens_refusal: str = ""
+    """Why a lens cannot use the model's head; empty if it can."""
+
+    def note(self, config: "VllmConfig") -> None:
+        """Store them in the configuration of the front end's process."""
+        config.capture_config.hook_points = self.hook_points
+        config.readout_config.lens_refusal = self.lens_refusal

@@ -21,6 +21,7 @@ from vllm.v1.steering.core.scheduler import steering_scheduling, take_vectors_of
 from vllm.v1.steering.receipts import Fired
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
@@ -245,14 +246,18 @@ class Scheduling(NoScheduling):
         self.steering.continued(session)
 
 
-def open_scheduling(scheduler: "Scheduler") -> NoScheduling:
-    """Create the object of a new scheduler, as the last step of its constructor."""
-    config = scheduler.vllm_config
-    if (
+def has_features(config: "VllmConfig") -> bool:
+    """Whether an engine's requests can read or change the residual stream."""
+    return bool(
         config.capture_config.enabled
         or config.steering_config.enabled
         or config.model_config.enable_prompt_embeds
-    ):
+    )
+
+
+def open_scheduling(scheduler: "Scheduler") -> NoScheduling:
+    """Create the object of a new scheduler, as the last step of its constructor."""
+    if has_features(scheduler.vllm_config):
         return Scheduling(scheduler)
     EngineSteering.begin()  # Another engine of this process may have been steered.
     return NO_SCHEDULING

@@ -246,9 +246,7 @@ def open_frontend(engine: "LLMEngine | AsyncLLM") -> NoSteering:
     """Create the front end that admits an engine's requests."""
     if not engine.vllm_config.steering_config.enabled:
         return NO_STEERING_FRONTEND
-    frontend = SteeringFrontend(engine.vllm_config)
-    engine.input_processor.steering = frontend
-    return frontend
+    return SteeringFrontend(engine.vllm_config)
 
 
 class SteeringControl:

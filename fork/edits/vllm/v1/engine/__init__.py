@@ -5,8 +5,8 @@ from fork.language import add_field, add_import
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual.core.results import RequestResults",
-        why="The type of the field.",
+        "from vllm.v1.residual.core.results import ModelFacts, RequestResults",
+        why="The types of the fields.",
     ),
     add_field(
         scope="EngineCoreOutput",
@@ -17,10 +17,7 @@ EDITS = [
     add_field(
         scope="EngineCoreReadyResponse",
         after="effective_attention_block_size",
-        insert="""
-hook_points: dict[int, list[str]] | None = None
-lens_refusal: str = ""
-""",
+        insert="residual: ModelFacts = ModelFacts()",
         why="Admission needs them, but the model is loaded in another process.",
     ),
 ]

@@ -47,10 +47,7 @@ request = self.steering_sent.shortened(whole, self.core_engine)
     after(
         scope="MPClient._apply_ready_response",
         anchor="cache_config.block_size = response.block_size",
-        insert="""
-vllm_config.capture_config.hook_points = response.hook_points
-vllm_config.readout_config.lens_refusal = response.lens_refusal
-""",
+        insert="response.residual.note(vllm_config)",
         why="Admission reads them from the configuration.",
     ),
 ]

@@ -1,43 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline engine has front ends of capture and steering."""
+"""The offline engine has front ends of capture, steering and hooks."""
 
-from fork.language import add_import, before, last
+from fork.language import add_import, before, first, last
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.frontend import attach as capture_attaching",
-        why="Creates the front end.",
+        "from vllm.v1.residual.frontend.front_end import NO_FRONT_END, open_front_end",
+        why="The engine's interface to the features.",
     ),
-    add_import(
-        "from vllm.v1.hooks.frontend import attach as hooks_attaching",
-        why="Creates the front end.",
+    first(
+        scope="LLMEngine",
+        insert="residual = NO_FRONT_END",
+        why="Engines that are made without their constructor work.",
     ),
-    add_import(
-        "from vllm.v1.steering.frontend.frontend import SteeringControl",
-        why="Creates the front end.",
-    ),
-    before(
+    last(
         scope="LLMEngine.__init__",
-        anchor="self._profile_session_active = False",
         insert="""
-self.capture = capture_attaching.open_for_engine(self)
-self.steering = SteeringControl(self)
-self.hooks = hooks_attaching.open_for_engine(self)
+self.residual = open_front_end(self)
+self.capture = self.residual.capture
+self.steering = self.residual.control
+self.hooks = self.residual.hooks
 """,
         why="The core has started, so the model's hook points are known.",
     ),
     before(
         scope="LLMEngine.step",
         anchor="return processed_outputs.request_outputs",
-        insert="""
-self.capture.note_results(processed_outputs.request_outputs)
-self.hooks.complete(processed_outputs.request_outputs)
-""",
+        insert="self.residual.note_step(processed_outputs.request_outputs)",
         why="Callers that step the engine themselves also receive the results.",
-    ),
-    last(
-        scope="LLMEngine.__init__",
-        insert="self.capture.publish(self.logger_manager)",
-        why="Metrics of capture are exported with the engine's.",
     ),
 ]

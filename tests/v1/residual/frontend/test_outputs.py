@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.readouts.results import ReadoutResult
+
+
+def result(*positions: int) -> ReadoutResult:
+    values = np.asarray(positions, dtype=np.float32)[:, None]
+    return ReadoutResult(
+        "probe", list(positions), ((0, "post_block"),), {"values": values}
+    )
+
+
+def sample(index: int, *positions: int, finished: bool = False) -> CompletionOutput:
+    reason = "stop" if finished else None
+    found = CompletionOutput(index, "", [1], None, None, finish_reason=reason)
+    found.readouts = {"p": result(*positions)}
+    return found
+
+
+def output(*samples: CompletionOutput, **named: str) -> RequestOutput:
+    made = RequestOutput("r", "", [1], None, list(samples), False)
+    for name, value in named.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_an_output_without_results_says_so() -> None:
+    one = output()
+    assert one.readouts == {} and one.steering is None and one.capture_results is None
+    assert one.capture_id is None and one.hook_results is None
+    assert one.activations is None
+
+
+def test_merged_outputs_of_a_sample_have_the_results_of_both() -> None:
+    first = output(sample(0, 3), sample(1, 3))
+    first.add(output(sample(1, 4), capture_id="c"), aggregate=True)
+    assert [one.readouts["p"].positions for one in first.outputs] == [[3], [3, 4]]
+    assert first.capture_id == "c"
+
+
+@pytest.mark.parametrize("aggregate", [True, False])
+def test_the_last_output_of_a_sample_has_all_results(aggregate: bool) -> None:
+    first = output(sample(0, 3))
+    first.add(output(sample(0, 3, 4, finished=True)), aggregate)
+    assert first.readouts["p"].positions == [3, 4]
+
+
+def test_receipts_survive_merging() -> None:
+    first = output(sample(0, 3))
+    first.outputs[0].steering = {"doses": 1}
+    first.add(output(sample(0, 4)), aggregate=True)
+    assert first.steering == {"doses": 1}

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine and its processors call of capture, steering and hooks.
+
+An engine has one such object, `residual`, which its input processor and its output
+processor share. It keeps no reference to the engine, whose memory would then be freed
+later than upstream's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.capture.frontend import attach as capture_attaching
+from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
+from vllm.v1.capture.selectors import check_request_size
+from vllm.v1.hooks.frontend import attach as hooks_attaching
+from vllm.v1.hooks.frontend.frontend import NO_HOOKS, NoHooks
+from vllm.v1.residual import nonfinite_streams
+from vllm.v1.residual.engine_stop import log_end as log_end
+from vllm.v1.residual.frontend.results import results_of
+from vllm.v1.steering.core import refusals
+from vllm.v1.steering.frontend import async_frontend
+from vllm.v1.steering.frontend.frontend import (
+    NO_STEERING_FRONTEND,
+    SteeringControl,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import RequestState
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+
+Control = SteeringControl | async_frontend.AsyncSteeringControl
+
+
+class FrontEnd:
+    """The front ends of the features; each is a null object where a feature is off."""
+
+    def __init__(
+        self,
+        capture: NoCapture = NO_CAPTURE,
+        hooks: NoHooks = NO_HOOKS,
+        control: Control | None = None,
+    ) -> None:
+        """Join front ends.
+
+        Args:
+            capture: admits captures and readouts, and delivers their results.
+            hooks: admits functions, and takes what they saved.
+            control: changes global vectors; None before the engine has started.
+
+        """
+        self.capture = capture
+        self.hooks = hooks
+        self.control = control
+        self.steering = NO_STEERING_FRONTEND if control is None else control.frontend
+
+    async def prepare(self, params: Any) -> Any:
+        """Bound a request's parameters before they are copied, and parse large ones.
+
+        Raises:
+            VLLMValidationError: they are too large, or invalid.
+
+        """
+        check_request_size(params)
+        if isinstance(self.control, async_frontend.AsyncSteeringControl):
+            return await self.control.prepare(params)
+        return params
+
+    def admit(
+        self,
+        request_id: str,
+        params: "SamplingParams",
+        num_prompt: int,
+        resumable: bool = False,
+    ) -> None:
+        """Check a request's fields and replace them by plans and vectors.
+
+        Args:
+            request_id: the client's id of the request.
+            params: its parameters, changed in place; `max_tokens` is final.
+            num_prompt: number of prompt tokens.
+            resumable: whether more of the prompt may follow.
+
+        Raises:
+            VLLMValidationError: it is refused; the message names the remedy.
+
+        """
+        self.steering.admit(params, num_prompt, resumable)
+        # Last, as it reserves names for admitted requests.
+        self.capture.admit(request_id, params, num_prompt, resumable)
+
+    def add_request(self, state: "RequestState", request: "EngineCoreRequest") -> None:
+        """Track a sample that is about to be sent to the engine."""
+        params = request.sampling_params
+        state.residual = results_of(params, state.prompt_len)
+        if params is not None:
+            self.capture.add_request(state, params)
+
+    def end_request(self, state: "RequestState", finish_reason: object) -> None:
+        """Note the end of a sample for its client: a stop, its length or an abort."""
+        self.capture.end_request(state, str(finish_reason))
+
+    def flush(self) -> None:
+        """Send the noted ends, after a batch of outputs was processed."""
+        self.capture.flush()
+
+    def note_step(self, outputs: "Sequence[Any]") -> None:
+        """Attach results to the final outputs of a step of an offline engine."""
+        self.capture.note_results(outputs)
+        self.hooks.complete(outputs)
+
+    def concerns(self, output: "RequestOutput") -> bool:
+        """Whether `complete` has to see an output of a serving engine."""
+        if output.capture_id is not None or output.hooks_key is not None:
+            return True
+        return any([sample.finish_reason == "error" for sample in output.outputs])
+
+    async def complete(
+        self, engine: "AsyncLLM", request_id: str, output: "RequestOutput", params: Any
+    ) -> None:
+        """Attach results to an output, for which its request may wait.
+
+        Args:
+            engine: the engine of this front end.
+            request_id: the engine's internal id of the request.
+            output: an output that `concerns` has found.
+            params: the parameters that the client has sent.
+
+        Raises:
+            VLLMValidationError: the output reports that the request was refused.
+            HookError: a function has failed.
+
+        """
+        if refusals.is_refused(output):
+            await async_frontend.raise_refusal(engine, request_id, output, params)
+        if nonfinite_streams.is_nonfinite(output):
+            await nonfinite_streams.raise_error(engine, request_id, output, params)
+        if output.capture_id is not None:
+            await self.capture.complete(output, params)
+        if output.hooks_key is not None and output.finished:
+            await self.hooks.complete_async(output)
+
+    def publish(self, manager: "StatLoggerManager | None") -> None:
+        """Export the metrics, if the engine does."""
+        self.capture.publish(manager)
+
+    def settle(self, core: Any) -> None:
+        """Wait for what the engine core must receive before it stops.
+
+        Args:
+            core: its client, if there is one; it is told that it stops.
+
+        """
+        self.capture.settle()
+        if core is not None:
+            core.stopping = True
+
+    def close(self) -> None:
+        """Stop receiving: the engine has stopped."""
+        self.capture.close()
+
+
+NO_FRONT_END = FrontEnd()
+
+
+def open_front_end(engine: "LLMEngine") -> FrontEnd:
+    """Open the front end of an offline engine, whose core has started."""
+    return _shared(
+        engine,
+        FrontEnd(
+            capture_attaching.open_for_engine(engine),
+            hooks_attaching.open_for_engine(engine),
+            SteeringControl(engine),
+        ),
+    )
+
+
+def open_async_front_end(engine: "AsyncLLM") -> FrontEnd:
+    """Open the front end of a serving engine, whose core has started."""
+    return _shared(
+        engine,
+        FrontEnd(
+            capture_attaching.open_for_async_engine(engine),
+            hooks_attaching.open_for_async_engine(engine),
+            async_frontend.open_control(engine),
+        ),
+    )
+
+
+def _shared(engine: "LLMEngine | AsyncLLM", opened: FrontEnd) -> FrontEnd:
+    """Have the engine's processors call the front end."""
+    engine.input_processor.residual = engine.output_processor.residual = opened
+    opened.publish(engine.logger_manager)
+    return opened
