@@ -9,10 +9,6 @@ EDITS = [
         why="Rows under the attribute that vllm-lens uses.",
     ),
     add_import(
-        "from vllm.v1.readouts.results import ReadoutResult",
-        why="The type of the field.",
-    ),
-    add_import(
         "from vllm.v1.residual.frontend import outputs as residual_outputs",
         why="Merges results, and reads those of the first sample.",
     ),
@@ -20,7 +16,7 @@ EDITS = [
         scope="CompletionOutput",
         after="weight_versions",
         insert="""
-readouts: dict[str, ReadoutResult] | None = None
+readouts: dict[str, residual_outputs.ReadoutResult] | None = None
 steering: dict[str, Any] | None = None
 """,
         why="Each sample has its own results.",

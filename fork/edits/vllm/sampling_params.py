@@ -6,16 +6,9 @@ from fork.request_fields import NAMES, PARAMETERS
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual.capture_plan import CapturePlan",
-        why="The type of the field that carries the resolved plan.",
-    ),
-    add_import(
-        "from vllm.v1.hooks.plan import HookPlan",
-        why="The type of the field that carries the resolved functions.",
-    ),
-    add_import(
-        "from vllm.v1.steering.plan import SteeringTiers",
-        why="The type of the field that carries the resolved vectors.",
+        "from vllm.v1.residual.core.messages import "
+        "CapturePlan, HookPlan, SteeringTiers",
+        why="The types of what admission makes of the fields.",
     ),
     add_field(
         scope="SamplingParams",

@@ -88,6 +88,12 @@ class SentVectors:
             ),
         )
 
+    def encoded(self, request: Any, encoder: Any, engine: Any) -> Any:
+        """Encode a message that will certainly be sent to an engine, in short form."""
+        frames = encoder.encode(self.shortened(request, engine))
+        self.note(request, engine)
+        return frames
+
     def note(self, request: Any, engine: Any) -> None:
         """Record that a message, given in its full form, is being sent."""
         tiers = _tiers(request)

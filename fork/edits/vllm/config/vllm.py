@@ -5,16 +5,8 @@ from fork.language import add_field, add_import, after, last
 
 EDITS = [
     add_import(
-        "from .capture import CaptureConfig",
-        why="The type of the field.",
-    ),
-    add_import(
-        "from .readouts import ReadoutConfig",
-        why="The type of the field.",
-    ),
-    add_import(
-        "from .steering import SteeringConfig",
-        why="The type of the field.",
+        "from .residual import CaptureConfig, ReadoutConfig, SteeringConfig",
+        why="The types of the fields.",
     ),
     add_field(
         scope="VllmConfig",

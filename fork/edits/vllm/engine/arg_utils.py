@@ -5,16 +5,7 @@ from fork.language import add_argument, add_field, add_import, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.engine_args import add_capture_arguments, capture_config",
-        why="Adds and reads the arguments.",
-    ),
-    add_import(
-        "from vllm.v1.readouts import engine_args as readout_args",
-        why="Adds and reads the arguments.",
-    ),
-    add_import(
-        "from vllm.v1.steering.frontend.engine_args import "
-        "add_steering_arguments, steering_config",
+        "from vllm.v1.residual.frontend import engine_args as residual_args",
         why="Adds and reads the arguments.",
     ),
     add_field(
@@ -56,29 +47,26 @@ steering_api_key: list[str] | None = None
     add_argument(
         scope="EngineArgs.create_engine_config",
         call="VllmConfig",
-        argument="capture_config=capture_config(self, model_config, scheduler_config)",
+        argument="capture_config=residual_args.capture_config("
+        "self, model_config, scheduler_config)",
         why="Checks the arguments and builds the configuration.",
     ),
     add_argument(
         scope="EngineArgs.create_engine_config",
         call="VllmConfig",
-        argument="steering_config=steering_config(self, model_config)",
+        argument="steering_config=residual_args.steering_config(self, model_config)",
         why="Checks the arguments and builds the configuration.",
     ),
     add_argument(
         scope="EngineArgs.create_engine_config",
         call="VllmConfig",
-        argument="readout_config=readout_args.readout_config(self, model_config)",
+        argument="readout_config=residual_args.readout_config(self, model_config)",
         why="Checks the arguments and builds the configuration.",
     ),
     before(
         scope="EngineArgs.add_cli_args",
         anchor="return parser",
-        insert="""
-add_capture_arguments(parser)
-readout_args.add_readout_arguments(parser)
-add_steering_arguments(parser)
-""",
+        insert="residual_args.add_arguments(parser)",
         why="The options of the command line.",
     ),
 ]

@@ -5,15 +5,8 @@ from fork.language import add_field, add_import
 
 EDITS = [
     add_import(
-        "from vllm.v1.readouts.token_steps import StepReadouts",
-        why="The type of the field.",
-    ),
-    add_import(
-        "from vllm.v1.residual.steering_actions import Action",
-        why="The type of the field.",
-    ),
-    add_import(
-        "from vllm.v1.steering.receipts import Fired, StepReceipt",
+        "from vllm.v1.residual.core.messages import "
+        "Action, Fired, StepReadouts, StepReceipt",
         why="The types of the fields.",
     ),
     add_field(

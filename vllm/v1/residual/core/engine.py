@@ -12,7 +12,7 @@ from vllm.v1.capture.core import engine as capture
 from vllm.v1.hooks.core import engine as hooks
 from vllm.v1.readouts.core import engine as readouts
 from vllm.v1.residual import nonfinite_streams, suspect_blocks
-from vllm.v1.residual.core.results import ModelFacts
+from vllm.v1.residual.core.messages import ModelFacts
 from vllm.v1.residual.core.scheduler import has_features
 from vllm.v1.steering.core import engine as steering
 from vllm.v1.steering.core import name_log, refusals

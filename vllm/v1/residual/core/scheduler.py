@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.capture.core.scheduler import capture_scheduling, loadable_tokens
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.request import RequestStatus
-from vllm.v1.residual.core.results import RequestResults
+from vllm.v1.residual.core.messages import RequestResults
 from vllm.v1.residual.nonfinite_streams import BlockIds, NonFiniteStreams
 from vllm.v1.residual.suspect_blocks import SuspectBlocks
 from vllm.v1.steering.core.prefix_cache import EngineSteering

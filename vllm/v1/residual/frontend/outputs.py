@@ -8,6 +8,8 @@ from vllm.v1.readouts.results import ReadoutResult, merge_results
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
+__all__ = ["ReadoutResult", "merge", "readouts_of", "steering_of"]
+
 
 def readouts_of(output: "RequestOutput") -> dict[str, ReadoutResult]:
     """Readout results of the first sample, by name."""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.readouts.frontend.collector import Collector, collector_for, ended_by
+from vllm.v1.readouts.frontend.collector import Collector, collector_for
+from vllm.v1.readouts.frontend.collector import ended_by as ended_by
 from vllm.v1.steering.frontend.receipts import receipt_for
 from vllm.v1.steering.receipts import Receipt
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.output_processor import RequestState
-    from vllm.v1.residual.core.results import RequestResults
+    from vllm.v1.residual.core.messages import RequestResults
 
 
 class NoResults:

@@ -19,15 +19,12 @@ EDITS = [
     ),
     first(
         scope="run_request",
-        insert=(
-            "if (refused := capture_batch.refusal(request.body)) is not None:\n"
-            "    return make_error_request_output(request, error_msg=refused)"
-        ),
-        why="Gives the line its error.",
-    ),
-    first(
-        scope="run_request",
-        insert="capture_batch.wait_for_results(request.body)",
-        why="The output file is written once; a pending result would stay pending.",
+        insert="""
+if (refused := capture_batch.refusal(request.body)) is not None:
+    return make_error_request_output(request, error_msg=refused)
+capture_batch.wait_for_results(request.body)
+""",
+        why="Gives the line its error. The output file is written once; a pending "
+        "result would stay pending.",
     ),
 ]

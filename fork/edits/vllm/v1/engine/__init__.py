@@ -5,7 +5,7 @@ from fork.language import add_field, add_import
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual.core.results import ModelFacts, RequestResults",
+        "from vllm.v1.residual.core.messages import ModelFacts, RequestResults",
         why="The types of the fields.",
     ),
     add_field(

@@ -12,18 +12,18 @@ from fork.language import (
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual.core.engine import open_core, with_calls",
+        "from vllm.v1.residual.core import engine as residual_engine",
         why="The engine core's interface to the features.",
     ),
     add_decorator(
         scope="EngineCore",
-        decorator="with_calls",
+        decorator="residual_engine.with_calls",
         why="Front ends call methods by name.",
     ),
     after(
         scope="EngineCore.__init__",
         anchor="self.model_executor = executor_class(vllm_config)",
-        insert="self.residual = open_core(self)",
+        insert="self.residual = residual_engine.open_core(self)",
         why="The model is loaded here, and admission needs its hook points.",
     ),
     after(

@@ -9,12 +9,12 @@ EDITS = [
         why="The output processor's interface to the features.",
     ),
     add_import(
-        "from vllm.v1.residual.frontend.results import NO_RESULTS, ended_by, named",
+        "from vllm.v1.residual.frontend import results as residual_results",
         why="The results of a request.",
     ),
     first(
         scope="RequestState",
-        insert="residual = NO_RESULTS",
+        insert="residual = residual_results.NO_RESULTS",
         why="Most requests have no results.",
     ),
     first(
@@ -37,7 +37,10 @@ EDITS = [
     replace(
         scope="OutputProcessor.process_outputs",
         anchor="finish_reason == FinishReason.STOP",
-        by="finish_reason == FinishReason.STOP and not ended_by(stop_reason)",
+        by=(
+            "finish_reason == FinishReason.STOP "
+            "and not residual_results.ended_by(stop_reason)"
+        ),
         why="The token at which a readout fires is part of the text.",
     ),
     after(
@@ -50,7 +53,7 @@ output = self._new_completion_output(new_token_ids, finish_reason, stop_reason)
     ),
     add_decorator(
         scope="RequestState._new_request_output",
-        decorator="named",
+        decorator="residual_results.named",
         why="Further results are matched to the output by what it names.",
     ),
     before(

@@ -5,7 +5,7 @@ from fork.language import add_field, add_import
 
 EDITS = [
     add_import(
-        "from vllm.v1.steering.receipts import Fired",
+        "from vllm.v1.residual.core.messages import Fired",
         why="The type of the field.",
     ),
     add_field(

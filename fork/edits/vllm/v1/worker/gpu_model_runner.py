@@ -8,12 +8,8 @@ from fork.language import add_import, after, before, first, last, replace
 
 EDITS = [
     add_import(
-        "from vllm.v1.worker import residual_open, residual_views",
+        "from vllm.v1.worker import residual_graphs, residual_open, residual_views",
         why="The runners' interface to capture and steering.",
-    ),
-    add_import(
-        "from vllm.v1.worker import residual_graphs",
-        why="Defines the families.",
     ),
     replace(
         scope="GPUModelRunner.profile_cudagraph_memory",

@@ -5,13 +5,13 @@ from fork.language import add_argument, add_import
 
 EDITS = [
     add_import(
-        "from vllm.v1.steering.frontend import receipts as steering_receipts",
-        why="What steering has done.",
+        "from vllm.entrypoints.serve.utils import responses as residual_responses",
+        why="What the features add to responses.",
     ),
     add_argument(
         scope="OpenAIServingChatBatch.chat_completion_full_generator_batch",
         call="ChatCompletionResponse",
-        argument="steering=steering_receipts.response_receipts("
+        argument="steering=residual_responses.response_receipts("
         "[final_results[index] for index in range(len(generators))])",
         why="The response says what steering has done, by conversation.",
     ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat responses carry the results of captures and readouts."""
 
-from fork.language import add_argument, add_import, after, before, replace
+from fork.language import add_import, after, before, replace
 
 USAGE = """
 if include_continuous_usage:
@@ -20,58 +20,14 @@ if include_continuous_usage:
 
 EDITS = [
     add_import(
-        "from vllm.entrypoints.serve.utils import stream_errors",
-        why="Logs errors of streams.",
+        "from vllm.entrypoints.serve.utils import responses as residual_responses",
+        why="What the features add to responses.",
     ),
-    add_import(
-        "from vllm.entrypoints.serve.capture import answers as capture_answers",
-        why="Encodes rows off the event loop.",
-    ),
-    add_import(
-        "from vllm.v1.capture.frontend import http as capture_http",
-        why="Results as JSON.",
-    ),
-    add_import(
-        "from vllm.interop.vllm_lens import responses as lens_responses",
-        why="Rows in the format of vllm-lens.",
-    ),
-    add_argument(
+    after(
         scope="OpenAIServingChat.chat_completion_full_generator",
-        call="ChatCompletionResponse",
-        argument="activations=lens_responses.response_activations([final_res])",
-        why="Must precede the capture results, which then omit these rows.",
-    ),
-    add_argument(
-        scope="OpenAIServingChat.chat_completion_full_generator",
-        call="ChatCompletionResponse",
-        argument="hook_results=lens_responses.response_hook_results([final_res])",
-        why="What the request's hook functions saved.",
-    ),
-    add_import(
-        "from vllm.v1.readouts.frontend import http as readouts_http",
-        why="Results as JSON.",
-    ),
-    add_import(
-        "from vllm.v1.steering.frontend import receipts as steering_receipts",
-        why="What steering has done.",
-    ),
-    add_argument(
-        scope="OpenAIServingChat.chat_completion_full_generator",
-        call="ChatCompletionResponse",
-        argument="capture_results=capture_http.response_results([final_res])",
+        anchor="response = ChatCompletionResponse(...)",
+        insert="residual_responses.complete(response, [final_res])",
         why="The response carries the results.",
-    ),
-    add_argument(
-        scope="OpenAIServingChat.chat_completion_full_generator",
-        call="ChatCompletionResponse",
-        argument="readouts=readouts_http.response_readouts([final_res])",
-        why="The response carries the readouts.",
-    ),
-    add_argument(
-        scope="OpenAIServingChat.chat_completion_full_generator",
-        call="ChatCompletionResponse",
-        argument="steering=steering_receipts.response_receipts([final_res])",
-        why="The response says what steering has done.",
     ),
     before(
         scope="OpenAIServingChat.chat_completion_stream_generator",
@@ -82,20 +38,15 @@ if (
     and choice_data.finish_reason is not None
 ):
 """,
-        insert="""
-lens_responses.detach(res)
-capture_http.stamp(chunk, res, output)
-readouts_http.stamp(chunk, output)
-steering_receipts.stamp(chunk, output)
-""",
+        insert="residual_responses.stamp(chunk, res, output)",
         why="Every chunk carries its readouts, and the last one the capture results.",
     ),
     after(
         scope="OpenAIServingChat.chat_completion_stream_generator",
         anchor=USAGE,
         insert="""
-if capture_answers.carries_rows(chunk):
-    async for piece in capture_answers.event(chunk, exclude_unset=True):
+if residual_responses.carries_rows(chunk):
+    async for piece in residual_responses.event(chunk, exclude_unset=True):
         yield piece
     continue
 """,
@@ -105,7 +56,7 @@ if capture_answers.carries_rows(chunk):
         scope="OpenAIServingChat.chat_completion_stream_generator",
         anchor="num_completion_tokens = sum(previous_num_tokens)",
         insert="""
-for event in lens_responses.last_chunks(res):
+for event in residual_responses.last_chunks(res):
     yield event
 """,
         why="A stream carries these rows in a separate chunk before its end.",
@@ -113,7 +64,8 @@ for event in lens_responses.last_chunks(res):
     replace(
         scope="OpenAIServingChat.chat_completion_stream_generator",
         anchor='logger.exception("Error in chat completion stream generator.")',
-        by='stream_errors.log(logger, "Error in chat completion stream generator.", e)',
+        by="residual_responses.log_error("
+        'logger, "Error in chat completion stream generator.", e)',
         why="An invalid request is no fault of the server and has no traceback.",
     ),
 ]

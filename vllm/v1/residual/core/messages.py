@@ -1,15 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine core sends a front end: at its start, and with a request's tokens."""
+"""What the features add to the messages between an engine's processes.
+
+Upstream's messages import their types from here: requests, what the engine core sends a
+front end at its start and with tokens, and what workers send the engine core.
+"""
 
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm.v1.capture.plan import CapturePlan
+from vllm.v1.hooks.plan import HookPlan
 from vllm.v1.readouts.plan import ReadoutPart
-from vllm.v1.steering.receipts import ReceiptPart
+from vllm.v1.readouts.token_steps import StepReadouts
+from vllm.v1.residual.steering_actions import Action
+from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.receipts import Fired, ReceiptPart, StepReceipt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+__all__ = [
+    "Action",
+    "CapturePlan",
+    "Fired",
+    "HookPlan",
+    "ModelFacts",
+    "RequestResults",
+    "SteeringTiers",
+    "StepReadouts",
+    "StepReceipt",
+]
 
 
 class RequestResults(
