@@ -38,7 +38,10 @@ def request(*stops: StopWhen, positions: Any = ((0, 1 << 40),)) -> Any:
     return SimpleNamespace(
         request_id="r",
         sampling_params=SimpleNamespace(
-            _capture_plan=plan, output_kind=RequestOutputKind.FINAL_ONLY, stop=[]
+            _capture_plan=plan,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            stop=[],
+            min_tokens=0,
         ),
         resumable=False,
         is_finished=lambda: False,
@@ -254,3 +257,15 @@ def test_what_has_ended_is_forgotten() -> None:
     assert "r" in scheduling
     scheduling.forget(one)
     assert "r" not in scheduling
+
+
+@pytest.mark.parametrize(("least", "kept"), [(0, 1), (1, 1), (2, 2), (3, 3), (4, 3)])
+def test_a_rule_ends_no_request_before_its_min_tokens(least: int, kept: int) -> None:
+    one = request(StopWhen("p", above=0.0))
+    one.sampling_params.min_tokens = least
+    one.num_tokens = PROMPT + 1  # One token was generated; three are computed now.
+    drafted = opened(one).take(one, values(PROMPT, 1, 1, 1), 1, [5, 6, 7])
+    fires = least < 4
+    assert drafted.fired == ("readout:p" if fires else "")
+    # The token after the one that fires is dropped.
+    assert len(drafted.token_ids) == (kept - 1 if fires else 3)

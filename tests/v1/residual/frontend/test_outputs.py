@@ -53,3 +53,13 @@ def test_receipts_survive_merging() -> None:
     first.outputs[0].steering = {"doses": 1}
     first.add(output(sample(0, 4)), aggregate=True)
     assert first.steering == {"doses": 1}
+
+
+def test_several_samples_are_not_reduced_to_the_first() -> None:
+    one = output(sample(0, 3), sample(1, 4))
+    with pytest.raises(ValueError, match=r"output\.outputs\[i\]\.readouts"):
+        _ = one.readouts
+    assert one.steering is None, "no sample has a receipt"
+    one.outputs[1].steering = {"doses": 1}
+    with pytest.raises(ValueError, match=r"output\.outputs\[i\]\.steering"):
+        _ = one.steering

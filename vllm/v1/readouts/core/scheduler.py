@@ -156,13 +156,18 @@ class ReadoutScheduling:
         """The position after the first token that fires, and the stop reason."""
         if not state.plan.stop_when or not tokens:
             return None, ""
+        assert request.sampling_params is not None, "it generates tokens"
+        # As for upstream's stop tokens and strings.
+        least = request.num_prompt_tokens + request.sampling_params.min_tokens - 1
         first: tuple[int, str] | None = None
         for rule in state.plan.stop_when:
             readout = state.by_name[rule.readout]
             for part in parts:
                 if part.name != rule.readout or part.error:
                     continue
-                at = _first_firing(part, readout, rule, request.num_prompt_tokens)
+                at = _first_firing(
+                    part, readout, rule, max(least, request.num_prompt_tokens)
+                )
                 if at is not None and (first is None or at < first[0]):
                     first = at, rule.readout
         if first is None:
@@ -238,11 +243,11 @@ def _between(part: ReadoutPart, low: int, high: int) -> ReadoutPart:
 
 
 def _first_firing(
-    part: ReadoutPart, readout: Readout, rule: StopWhen, num_prompt_tokens: int
+    part: ReadoutPart, readout: Readout, rule: StopWhen, least: int
 ) -> int | None:
-    """The position of the first generated token of a part at which a rule fires."""
+    """The first position of a part, from `least` on, at which a rule fires."""
     values = values_of(part, readout, rule.index)
-    for offset in range(max(num_prompt_tokens - part.start, 0), part.count):
+    for offset in range(max(least - part.start, 0), part.count):
         if rule.fires(float(values[offset])):
             return part.start + offset
     return None

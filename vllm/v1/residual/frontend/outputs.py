@@ -6,19 +6,40 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.readouts.results import ReadoutResult, merge_results
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 __all__ = ["ReadoutResult", "merge", "readouts_of", "steering_of"]
 
 
 def readouts_of(output: "RequestOutput") -> dict[str, ReadoutResult]:
-    """Readout results of the first sample, by name."""
-    return (output.outputs[0].readouts or {}) if output.outputs else {}
+    """Readout results of the only sample, by name.
+
+    Raises:
+        ValueError: there are several samples, each of which has results of its own.
+
+    """
+    sample = _only_sample(output, "readouts")
+    return {} if sample is None else sample.readouts or {}
 
 
 def steering_of(output: "RequestOutput") -> dict[str, Any] | None:
-    """What steering did to the first sample, if a receipt was requested."""
-    return output.outputs[0].steering if output.outputs else None
+    """What steering did to the only sample, if a receipt was requested.
+
+    Raises:
+        ValueError: there are several samples, each of which has a receipt of its own.
+
+    """
+    sample = _only_sample(output, "steering")
+    return None if sample is None else sample.steering
+
+
+def _only_sample(output: "RequestOutput", name: str) -> "CompletionOutput | None":
+    if len(output.outputs) > 1 and any(getattr(one, name) for one in output.outputs):
+        raise ValueError(
+            f"{name}: the request has {len(output.outputs)} samples, and each has its "
+            f"own; read output.outputs[i].{name}"
+        )
+    return output.outputs[0] if output.outputs else None
 
 
 def merge(output: "RequestOutput", later: "RequestOutput", aggregate: bool) -> None:
