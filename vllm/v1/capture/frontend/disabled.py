@@ -67,6 +67,9 @@ class NoCapture:
     def note_results(self, outputs: Sequence["RequestOutput"]) -> None:
         pass
 
+    async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
+        pass
+
     def wait(self, outputs: Collection["RequestOutput"]) -> None:
         pass
 

@@ -51,6 +51,9 @@ class NoHooks:
     def complete(self, outputs: "Iterable[RequestOutput]") -> None:
         """Attach saved values to final outputs."""
 
+    async def complete_async(self, output: "RequestOutput") -> None:
+        """Attach saved values to a final output."""
+
     def check(self) -> None:
         """Raise the error of a function that has failed since the last call."""
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm.v1.capture.plan import CapturePlan
 from vllm.v1.hooks.plan import HookPlan
-from vllm.v1.readouts.plan import ReadoutPart
 from vllm.v1.readouts.token_steps import StepReadouts
+from vllm.v1.residual.capture_plan import CapturePlan
+from vllm.v1.residual.readout_plan import ReadoutPart
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.receipts import Fired, ReceiptPart, StepReceipt

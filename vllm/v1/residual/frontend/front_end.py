@@ -20,6 +20,7 @@ from vllm.v1.steering.core import refusals
 from vllm.v1.steering.frontend import async_frontend
 from vllm.v1.steering.frontend.frontend import (
     NO_STEERING_FRONTEND,
+    NoSteering,
     SteeringControl,
 )
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import StatLoggerManager
 
 
-Control = SteeringControl | async_frontend.AsyncSteeringControl
-
-
 class FrontEnd:
     """The front ends of the features; each is a null object where a feature is off."""
 
@@ -45,20 +43,23 @@ class FrontEnd:
         self,
         capture: NoCapture = NO_CAPTURE,
         hooks: NoHooks = NO_HOOKS,
-        control: Control | None = None,
+        control: Any = None,
     ) -> None:
         """Join front ends.
 
         Args:
             capture: admits captures and readouts, and delivers their results.
             hooks: admits functions, and takes what they saved.
-            control: changes global vectors; None before the engine has started.
+            control: changes global vectors, `SteeringControl` or its asynchronous
+                counterpart; None before the engine has started.
 
         """
         self.capture = capture
         self.hooks = hooks
         self.control = control
-        self.steering = NO_STEERING_FRONTEND if control is None else control.frontend
+        self.steering: NoSteering = NO_STEERING_FRONTEND
+        if control is not None:
+            self.steering = control.frontend
 
     async def prepare(self, params: Any) -> Any:
         """Bound a request's parameters before they are copied, and parse large ones.
