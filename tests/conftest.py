@@ -72,13 +72,13 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Order the tests: long ones first, and those that share an engine together.
+    """Order the tests: long ones first, and those that share a fixture together.
 
     `make test` gives each process one group after another (`--dist loadgroup`). An
     engine or a server then starts once, not once in each process, and the processes
     end at about the same time.
     """
-    shared = {item: name for item in items if (name := _held_open(item))}
+    shared = {item: name for item in items if (name := _shared_with_others(item))}
     sizes = Counter(shared.values())
     if hasattr(config, "workerinput"):
         # As pytest-xdist 3.8 writes its marks, which pytest 9.2 does not read.
@@ -93,24 +93,29 @@ def pytest_collection_modifyitems(
     items.sort(key=rank)
 
 
-def _held_open(item: pytest.Item) -> str | None:
-    """What an end-to-end test shares with others: the first fixture with an end.
+def _shared_with_others(item: pytest.Item) -> str | None:
+    """The first fixture of wide scope that a test uses, with its parameter.
 
-    Such as an engine, which is stopped after the last test that uses it; with its
-    parameter, as each value has an engine of its own.
+    Rather one with an end, such as an engine that is stopped after its last test. Each
+    value of a parameter has an engine of its own.
     """
-    if not isinstance(item, pytest.Function) or not item.get_closest_marker("e2e"):
+    if not isinstance(item, pytest.Function):
         return None
+    used = item._fixtureinfo.name2fixturedefs
+    # Fixtures of the widest scope come first.
+    wide = [
+        (fixture, name)
+        for name in item.fixturenames
+        if name in used
+        and (fixture := used[name][-1]).scope != "function"
+        and fixture.baseid.startswith("tests")
+    ]
+    ended = [one for one in wide if inspect.isgeneratorfunction(one[0].func)]
+    if not wide:
+        return None
+    fixture, name = (ended or wide)[0]
     chosen = item.callspec.indices if hasattr(item, "callspec") else {}
-    defined = item._fixtureinfo.name2fixturedefs
-    for name in item.fixturenames:  # those of the widest scope first
-        if name not in defined or defined[name][-1].scope == "function":
-            continue
-        fixture = defined[name][-1]
-        is_ours = fixture.baseid.startswith("tests")
-        if is_ours and inspect.isgeneratorfunction(fixture.func):
-            return f"{fixture.baseid}:{name}:{chosen.get(name, 0)}"
-    return None
+    return f"{fixture.baseid}:{name}:{chosen.get(name, 0)}"
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
