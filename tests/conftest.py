@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 import inspect
 import os
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.scripts import Run
 from tests.support.subprocess import MARK
+
+ROOT = Path(__file__).parents[1]
 
 # Tests start engines in their own process, small, and without a network. The variables
 # are read when vllm is imported, so they are set before any test module is.
@@ -66,6 +71,38 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(StepPrograms, "at", {})
     yield
     EarlyAdditions.begun.clear()
+
+
+@pytest.fixture
+def run_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Run code as a script in `tmp_path`, with the examples; returns its output.
+
+    In this process, as most of a script's time is the import of vLLM. Engines are
+    eager, which scripts do not need, and are stopped after the test.
+    """
+    from vllm import LLM
+
+    opened: list[LLM] = []
+    begin = LLM.__init__
+
+    def begin_eagerly(llm: LLM, *arguments: Any, **options: Any) -> None:
+        begin(llm, *arguments, **{"enforce_eager": True} | options)
+        opened.append(llm)
+
+    def run(*code: str) -> str:
+        (tmp_path / "script.py").write_text("\n".join(code))
+        runpy.run_path("script.py", run_name="__main__")
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(LLM, "__init__", begin_eagerly)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    yield run
+    for llm in opened:
+        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.hookimpl(trylast=True)  # when `-m` and `-k` have chosen

@@ -7,6 +7,7 @@ import pytest
 
 from tests.interop.pages import code_of, printed_by
 from tests.support.plugins import install
+from tests.support.scripts import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -19,9 +20,9 @@ def guarded(code: str) -> str:
     return f'if __name__ == "__main__":\n{lines}'
 
 
-def test_probe_hook(tmp_path: Path) -> None:
+def test_probe_hook(run_script: Run) -> None:
     (code,) = code_of("probe-hook")
-    printed = printed_by(tmp_path, guarded(code))
+    printed = run_script(code)
     assert "torch.Size([8, 192])" in printed
 
 

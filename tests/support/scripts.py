@@ -3,8 +3,12 @@
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+Run = Callable[..., str]
+"""The fixture `run_script`: runs code, and returns what it prints."""
 
 
 def load(folder: Path, name: str) -> ModuleType:

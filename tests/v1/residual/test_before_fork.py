@@ -20,8 +20,9 @@ from vllm import EngineArgs
 
 torch.set_num_threads(2)
 torch.ones(1 << 22).exp()
-files = {sys.argv[3]: {"file": sys.argv[2]}}
-EngineArgs(sys.argv[1], enable_steering=True, **files).create_engine_config()
+model, vectors, probe = sys.argv[1:]
+files = {"steering_modules": {"file": vectors}, "readout_modules": {"file": probe}}
+EngineArgs(model, enable_steering=True, **files).create_engine_config()
 child = os.fork()
 if child == 0:
     torch.ones(1 << 22).exp()
@@ -32,14 +33,12 @@ torch.ones(1 << 22).exp()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
-@pytest.mark.parametrize("parameter", ["readout_modules", "steering_modules"])
-def test_an_engine_starts_after_files_were_read(tmp_path: Path, parameter: str) -> None:
+def test_an_engine_starts_after_files_were_read(tmp_path: Path) -> None:
     """Before, it waited forever for threads that only its parent had."""
-    model, file = llama(tmp_path / "llama"), tmp_path / "file.safetensors"
+    model = llama(tmp_path / "llama")
+    vectors, probe = tmp_path / "vectors.safetensors", tmp_path / "probe.safetensors"
     width = json.loads((model / "config.json").read_text())["hidden_size"]
-    if parameter == "readout_modules":
-        save_probe(file, torch.ones(1, width), layer=0)
-    else:
-        save_module(file, {"post_block": {0: torch.ones(width)}})
-    command = [sys.executable, "-c", SCRIPT, str(model), str(file), parameter]
+    save_module(vectors, {"post_block": {0: torch.ones(width)}})
+    save_probe(probe, torch.ones(1, width), layer=0)
+    command = [sys.executable, "-c", SCRIPT, *map(str, (model, vectors, probe))]
     subprocess.run(command, check=True, timeout=300)

@@ -48,7 +48,7 @@ def named() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "random"])
+@pytest.mark.parametrize("seed", ["0", "1"])  # that of this process is random
 def test_names_are_the_same_in_other_processes(seed: str) -> None:
     code = "import json; from tests.v1.steering.test_hashes import named; "
     done = subprocess.run(
