@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from vllm.v1.capture.consumers.filesystem import (
     read_sharded,
 )
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
+from vllm.v1.capture.consumers.storage import files
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.types import CaptureResult
 
 Rows = dict[tuple[int, str], torch.Tensor]
 
@@ -279,6 +283,35 @@ def test_what_an_earlier_request_of_the_name_has_left_does_not_count(
     assert torch.equal(
         store.one("same", 3, "pre_attn").to_torch(), second[3, "pre_attn"]
     )
+
+
+@pytest.mark.parametrize("layout", ["per_file", "packed"])
+def test_two_servers_that_write_one_name_do_not_mix_their_files(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any, **options: Any) -> None:
+        publish(*args, **options)
+        sleep(0.005)
+
+    publish = files.publish
+    monkeypatch.setattr(files, "publish", slow)
+    rows = [
+        {(layer, "pre_attn"): rows_of(4, 8, seed, torch.float32) for layer in range(4)}
+        for seed in range(3)
+    ]
+
+    def serve(number: int) -> CaptureResult:
+        consumer = consumer_at(tmp_path, default_layout=layout)
+        name, spec = f"r{number}", {"request_id": "same"}
+        return deliver(consumer, {name: rows[number]}, client_spec=spec)[name]
+
+    with ThreadPoolExecutor(3) as threads:
+        results = list(threads.map(serve, range(3)))
+    assert {result.status for result in results} == {"ok"}
+    found = read_request(tmp_path, "default", "same")
+    assert found.keys() == rows[0].keys()
+    whose = [n for n in range(3) if all(found[t].equal(rows[n][t]) for t in found)]
+    assert len(whose) == 1, "all files are those of one request"
 
 
 def test_an_instance_is_called_by_its_own_name(tmp_path: Path) -> None:

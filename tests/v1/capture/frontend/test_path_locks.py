@@ -6,7 +6,7 @@ import pytest
 
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend.path_locks import NoOtherServers, PathLocks
+from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.residual.capture_plan import CapturePlan, Reader, TapGroup
 
 
@@ -23,10 +23,19 @@ def plan_of(request_id: str = "cmpl-1", num_samples: int = 1) -> CapturePlan:
     return CapturePlan(request_id, 4, (), "", num_samples)
 
 
-def claims(elsewhere: NoOtherServers | None = None) -> PathLocks:
+def claims() -> PathLocks:
     files, other = Files(), SimpleNamespace()
-    consumers = capabilities_of({"files": files, "more": files, "other": other})
-    return PathLocks(consumers, elsewhere)
+    return PathLocks(capabilities_of({"files": files, "more": files, "other": other}))
+
+
+def is_free(taken: PathLocks, capture: Any) -> bool:
+    plan = plan_of()
+    try:
+        taken.reserve(capture, plan)
+    except CaptureValidationError:
+        return False
+    taken.drop(plan)
+    return True
 
 
 def spec(**fields: Any) -> dict[str, Any]:
@@ -108,59 +117,34 @@ def test_consumers_that_name_nothing_take_no_names() -> None:
     taken.reserve(capture, plan_of())
 
 
-class Elsewhere(NoOtherServers):
-    """Names that are locked by this process and by another."""
-
-    def __init__(self) -> None:
-        self.here: set[Any] = set()
-        self.there: set[Any] = set()
-
-    def take(self, name: Any) -> bool:
-        if name in self.there:
-            return False
-        self.here.add(name)
-        return True
-
-    def free(self, name: Any) -> None:
-        self.here.remove(name)
-
-
-A = ("files", "default/a")
-
-
-def test_a_name_that_another_server_has_is_refused_and_nothing_is_kept() -> None:
-    elsewhere = Elsewhere()
-    taken, plan = claims(elsewhere), plan_of()
-    elsewhere.there.add(("more", "default/b"))
-    capture = {"files": spec(request_id="a"), "more": spec(request_id="b")}
+def test_if_one_name_is_taken_none_of_a_request_is_kept() -> None:
+    taken, held = claims(), plan_of()
+    taken.reserve({"more": spec(request_id="b")}, held)
+    both = {"files": spec(request_id="a"), "more": spec(request_id="b")}
     with pytest.raises(CaptureValidationError, match="'default/b'.*wait"):
-        taken.reserve(capture, plan)
-    assert not elsewhere.here
-    elsewhere.there.clear()
-    taken.reserve(capture, plan)
-    assert len(elsewhere.here) == 2
+        taken.reserve(both, plan_of())
+    assert is_free(taken, {"files": spec(request_id="a")})
+    taken.drop(held)
+    assert is_free(taken, both)
 
 
 def test_a_name_is_kept_until_the_request_is_done_or_not_begun() -> None:
-    elsewhere = Elsewhere()
-    taken, capture = claims(elsewhere), {"files": spec(request_id="a")}
-    plan, other = plan_of(), plan_of()
+    taken, capture = claims(), {"files": spec(request_id="a")}
+    plan = plan_of()
     taken.reserve(capture, plan)
-    with pytest.raises(CaptureValidationError):
-        taken.reserve(capture, other)
-    del other
-    assert elsewhere.here == {A}, "the first still has it"
+    assert not is_free(taken, capture)
+    assert not is_free(taken, capture), "the first still has it"
     taken.take(capture, "first", plan)
     del plan
-    assert elsewhere.here == {A}
+    assert not is_free(taken, capture)
     taken.release("first")
-    assert not elsewhere.here
+    assert is_free(taken, capture)
     taken.reserve(capture, plan_of())
-    assert not elsewhere.here, "a request that did not begin gives its name up"
+    assert is_free(taken, capture), "a request that did not begin gives its name up"
     refused = plan_of()
     taken.reserve(capture, refused)
     taken.drop(refused)
-    assert not elsewhere.here, "and one that is refused, though its plan is there"
+    assert is_free(taken, capture), "and one that is refused, though its plan is there"
 
 
 def captured(number: int, instance: str = "files", num_samples: int = 1) -> CapturePlan:
@@ -171,14 +155,12 @@ def captured(number: int, instance: str = "files", num_samples: int = 1) -> Capt
 
 
 def test_a_request_captured_by_a_global_spec_gets_another_name() -> None:
-    elsewhere = Elsewhere()
-    elsewhere.there.add(("files", "default/cmpl-1-3"))
-    taken = claims(elsewhere)
+    taken, held = claims(), plan_of()
+    taken.reserve({"files": spec(request_id="cmpl-1-3")}, held)
     plans = [taken.reserve(None, captured(number)) for number in range(3)]
     names = [plan.client_request_id for plan in plans]
     assert names == ["cmpl-1", "cmpl-1-2", "cmpl-1-4"]
     assert [plan.reply_to for plan in plans] == ["0", "1", "2"], "nothing else differs"
-    assert elsewhere.here == {("files", f"default/{name}") for name in names}
     taken.take(None, "second", plans[1])
     taken.release("second")
     again = taken.reserve({}, captured(4))

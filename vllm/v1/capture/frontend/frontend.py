@@ -15,7 +15,7 @@ from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
 from vllm.v1.capture.frontend.inflight_limit import InflightLimit
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
-from vllm.v1.capture.frontend.path_locks import PathLocks, other_servers
+from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.portions import Portions
 from vllm.v1.capture.frontend.request_ends import Ends, EndsSender
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
@@ -79,10 +79,7 @@ class CaptureFrontend(NoCapture):
         self._admission = admission
         self._live = live
         self._requests = RequestTracker(
-            PathLocks(
-                admission.capabilities,
-                other_servers(self._servers),
-            ),
+            PathLocks(admission.capabilities),
             self._stages,
             answered=lambda name, seconds: self._status.finalized(name, seconds),
             forgotten=live.close,

@@ -1,79 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks on output paths, so that no two requests in flight write to the same one.
 
-API server processes share only their machine and their parent process. Between them a
-path is locked as one byte of a common file with `fcntl.lockf`: the kernel releases the
-locks of a process that dies.
+Only one front end's requests are compared. Requests of several write one after another
+where they have the same path, and the last one is read; see `sole_writer`.
 """
 
-import fcntl
-import hashlib
-import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
-from vllm import envs
 from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.errors import fail
 from vllm.v1.residual.capture_plan import CapturePlan
 
 Claim: TypeAlias = tuple[str, str]
 """`(instance, path)`, with the path as `places_of` of the consumer returns it."""
-
-
-class NoOtherServers:
-    """The locks of a single API server: no other process holds a name."""
-
-    def take(self, name: tuple[str, ...]) -> bool:
-        """Lock a name; False if another process holds it."""
-        return True
-
-    def free(self, name: tuple[str, ...]) -> None:
-        """Unlock a name."""
-
-
-class OtherServers(NoOtherServers):
-    """Locks between API server processes; thread-safe.
-
-    A process can lock a name that it holds already: POSIX record locks belong to a
-    process.
-    """
-
-    def __init__(self, server: int) -> None:
-        """Open the file of locks, which all servers of this user share.
-
-        Args:
-            server: process id of the common parent; separates the names of servers
-                that were started independently.
-
-        """
-        self._server = server
-        path = Path(envs.VLLM_RPC_BASE_PATH, f"vllm-capture-names-{os.getuid()}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o600)
-
-    def take(self, name: tuple[str, ...]) -> bool:
-        """Lock a name; False if another process holds it."""
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place(name))
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def free(self, name: tuple[str, ...]) -> None:
-        """Unlock a name."""
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._place(name))
-
-    def _place(self, name: tuple[str, ...]) -> int:
-        """The offset of a name's byte: 62 bits of a hash."""
-        digest = hashlib.sha256(repr((self._server, name)).encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 2
 
 
 class PathLocks:
@@ -86,14 +31,12 @@ class PathLocks:
     def __init__(
         self,
         consumers: Mapping[str, ConsumerCapabilities],
-        others: NoOtherServers | None = None,
     ) -> None:
         """Start with no path locked.
 
         Args:
             consumers: by instance name. `places_of` is called with an empty spec if an
                 instance captures a request that does not name it.
-            others: the locks shared with other API server processes.
 
         """
         self._claiming = {
@@ -101,7 +44,6 @@ class PathLocks:
             for name, can in consumers.items()
             if can.places_of is not None
         }
-        self._others = others or NoOtherServers()
         self._taken: dict[Claim, str] = {}
         self._reserved: dict[Claim, int] = {}
         """By requests that were admitted but not yet started, as the plan's `id`."""
@@ -149,7 +91,7 @@ class PathLocks:
         with self._lock:
             for claim in claims:
                 other = self._reserved.get(claim, plan) != plan
-                if other or claim in self._taken or not self._others.take(claim):
+                if other or claim in self._taken:
                     self._drop(plan)
                     return claim
                 self._reserved[claim] = plan
@@ -170,7 +112,6 @@ class PathLocks:
             for claim in list(self._taken):
                 if self._taken[claim] == owner:
                     del self._taken[claim]
-                    self._free(claim)
 
     def drop(self, plan: CapturePlan) -> None:
         """Cancel the reservation of a refused request."""
@@ -180,11 +121,6 @@ class PathLocks:
         with self._lock:
             for claim in [c for c, holder in self._reserved.items() if holder == plan]:
                 del self._reserved[claim]
-                self._free(claim)
-
-    def _free(self, claim: Claim) -> None:
-        if claim not in self._taken and claim not in self._reserved:
-            self._others.free(claim)
 
     def _claims_of(
         self, capture: Mapping[str, Any] | None, plan: CapturePlan
@@ -211,8 +147,3 @@ def _refusal(claim: Claim) -> Exception:
         f"capture.{instance}.request_id",
         place.rpartition("/")[2],
     )
-
-
-def other_servers(count: int) -> NoOtherServers:
-    """The locks between `count` API servers."""
-    return OtherServers(os.getppid()) if count > 1 else NoOtherServers()

@@ -6,6 +6,7 @@ keys of a request and one JSON index. `sharded` has a module of its own.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.capture.consumers.filesystem.file_pair import (
@@ -19,7 +20,7 @@ from vllm.v1.capture.consumers.filesystem.file_pair import (
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
-from vllm.v1.capture.consumers.storage.files import Workspace
+from vllm.v1.capture.consumers.storage.files import Workspace, sole_writer
 from vllm.v1.capture.consumers.storage.names import place_of
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
@@ -49,10 +50,14 @@ class Layouts:
         writing = Writing(self._params, workspace, tag, name, codec)
         if layout == "sharded":
             self._sharded.write(request, finalizes, writing)
-        elif layout == "packed":
-            write_packed(request, finalizes, writing)
-        else:
-            write_per_file(request, finalizes, writing)
+            return
+        if not finalizes:
+            request.settle(())
+            return
+        folder = workspace.folder(tag, name)
+        write = write_packed if layout == "packed" else write_per_file
+        with sole_writer(folder):
+            write(request, finalizes, writing, folder)
 
     def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
         """Tasks that seal the shards that are due."""
@@ -60,10 +65,12 @@ class Layouts:
 
 
 def write_per_file(
-    request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
+    request: StoredRequest,
+    finalizes: list[CaptureFinalize],
+    writing: Writing,
+    folder: Path,
 ) -> None:
     """Write each key to files of its own; keys fail independently."""
-    folder = writing.workspace.folder(writing.tag, writing.name)
     results = []
     for finalize in finalizes:
         _, layer, hook = finalize.key
@@ -94,13 +101,12 @@ def _write_key(
 
 
 def write_packed(
-    request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
+    request: StoredRequest,
+    finalizes: list[CaptureFinalize],
+    writing: Writing,
+    folder: Path,
 ) -> None:
     """Write all keys of the request to one file."""
-    if not finalizes:
-        request.settle(())
-        return
-    folder = writing.workspace.folder(writing.tag, writing.name)
     base = f"{folder}/packed{stage_suffix(finalizes[0].sidecar)}"
     shared = request_facts([finalize.sidecar for finalize in finalizes])
     entries: list[dict[str, Any]] = []

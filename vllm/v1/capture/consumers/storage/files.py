@@ -2,10 +2,11 @@
 """Files that get their final name only when they are complete."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
@@ -120,6 +121,22 @@ class Workspace:
         finally:
             os.close(fd)
         return path
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Lock a request's directory against other threads and processes that write to it.
+
+    Two requests of one name, of two servers that share a root for example, would mix
+    their files. On file systems without locks this has no effect.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def publish_pair(
