@@ -32,6 +32,21 @@ class ShardFile:
     num_value_bytes: int
     num_tokens: int
 
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> "ShardFile":
+        """The shard of an entry.
+
+        Raises:
+            TypeError: the entry has other fields.
+            ValueError: a file is not one of the data set's folder.
+
+        """
+        shard = cls(**entry)
+        for name in (shard.file, *shard.files):
+            if name in ("", ".", "..") or Path(name).name != name:
+                raise ValueError(f"{name!r} is no file of the folder")
+        return shard
+
     def as_dict(self) -> dict[str, Any]:
         """The shard's entry as plain data."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -60,24 +75,23 @@ class Manifest:
         path = folder / NAME
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            good = (
-                content["kind"] == KIND and content["format_version"] == FORMAT_VERSION
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            version = content["format_version"]
+            if content["kind"] == KIND and version == FORMAT_VERSION:
+                shards = [ShardFile.of(shard) for shard in content["shards"]]
+                facts, about = dict(content["facts"]), dict(content["about"])
+                return cls(facts, about, shards, bool(content["complete"]))
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise fail(
                 f"folder: {str(path)!r} is not a manifest of a data set ({error})",
                 "folder",
                 str(folder),
             ) from None
-        if not good:
-            raise fail(
-                f"folder: {str(path)!r} has the version {content['format_version']!r}; "
-                f"this release reads {FORMAT_VERSION}",
-                "folder",
-                str(folder),
-            )
-        shards = [ShardFile(**shard) for shard in content["shards"]]
-        return cls(content["facts"], content["about"], shards, content["complete"])
+        raise fail(
+            f"folder: {str(path)!r} has the version {version!r}; this release reads "
+            f"{FORMAT_VERSION}",
+            "folder",
+            str(folder),
+        )
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of a folder atomically."""

@@ -4,6 +4,7 @@
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,26 @@ import numpy as np
 import torch
 
 from vllm.capture_dataset.prompts import Prompt, Tokens
-from vllm.capture_dataset.runners import captured, failed
+from vllm.capture_dataset.runners import CaptureRunError, captured, failed
 from vllm.capture_dataset.spec import ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
-from vllm.v1.capture.errors import fail
+from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.readouts.results import Array, ReadoutResult
+from vllm.v1.residual.selectors import parse_positions
 
 TIMEOUT_SECONDS = 600.0
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of rows."""
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
+"""What reading an answer of another form raises."""
 
 
 class ServerRunner:
@@ -45,12 +58,35 @@ class ServerRunner:
         )
         self._url = url
         self._concurrency = concurrency
-        model = self._get("/v1/models")["data"][0]
-        self._served = model["id"]
-        self._points = self._hook_points()
-        root = tokenizer or model.get("root") or self._served
-        self.tokenizer = _tokenizer(root)
-        self.model = self._facts(model, model.get("root") or self._served)
+        with self._understood():
+            model = self._get("/v1/models")["data"][0]
+            self._served = str(model["id"])
+            self._points = self._hook_points()
+        root = str(model.get("root") or self._served)
+        self.tokenizer = _tokenizer(tokenizer or root)
+        with self._understood():
+            self.model = self._facts(model, root)
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Refuse a server whose answers have another form.
+
+        Raises:
+            CaptureValidationError: they have, or the server does not answer.
+
+        """
+        try:
+            yield
+        except CaptureValidationError:
+            raise
+        except (httpx.HTTPError, *MALFORMED) as error:
+            raise fail(
+                f"server: {self._url} does not answer as expected "
+                f"({type(error).__name__}: {error}); start a server of this version "
+                "there with --capture-consumers inline",
+                "server",
+                self._url,
+            ) from None
 
     def _hook_points(self) -> dict[int, tuple[str, ...]]:
         status = self._get("/v1/capture")
@@ -69,6 +105,8 @@ class ServerRunner:
         from vllm.v1.residual.model_identity import digest_of_weights
 
         width, dtype = self._try()
+        if not (dtype in DTYPES and isinstance(width, int) and width > 0):
+            raise ValueError(f"rows have {width!r} values of dtype {dtype!r}")
         return ModelFacts(
             name=self._served,
             architecture="",
@@ -76,7 +114,7 @@ class ServerRunner:
             tokenizer="",
             num_layers=max(self._points) + 1,
             hidden_size=width,
-            max_model_len=model["max_model_len"],
+            max_model_len=int(model["max_model_len"]),
             dtype=dtype,
             hook_points=self._points,
         )
@@ -90,17 +128,10 @@ class ServerRunner:
         return entry["shape"][1], entry["dtype"]
 
     def _get(self, path: str) -> Any:
-        try:
+        with self._understood():
             reply = self._http.get(path)
             reply.raise_for_status()
             return reply.json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise fail(
-                f"server: {self._url}{path} does not answer as expected ({error}); "
-                "start a server of this version there with --capture-consumers inline",
-                "server",
-                self._url,
-            ) from None
 
     def _complete(
         self,
@@ -142,17 +173,18 @@ class ServerRunner:
                 reply = self._complete(
                     prompt.token_ids, spec, rows.max_tokens, rows.readouts
                 )
+                return self._captured(prompt, reply, rows, tokens)
+            except (CaptureValidationError, CaptureRunError):
+                raise
             except httpx.HTTPError as error:
                 raise failed(
                     prompt, f"the server does not answer: {error!r}"
                 ) from error
-            result = reply["capture_results"]["inline"]
-            if result["status"] != "ok":
-                raise failed(prompt, result["error"])
-            generated = reply["choices"][0]["token_ids"]
-            payload = decoded(result["payload"])
-            found = decoded_readouts(reply.get("readouts") or {})
-            return captured(prompt, payload, generated, tokens, found)
+            except MALFORMED as error:
+                said = f"{type(error).__name__}: {error}"
+                raise failed(
+                    prompt, f"the answer is not what was asked for: {said}"
+                ) from error
 
         with ThreadPoolExecutor(self._concurrency) as pool:
             jobs = [pool.submit(one, prompt) for prompt in prompts]
@@ -162,15 +194,73 @@ class ServerRunner:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
+    def _captured(
+        self, prompt: Prompt, reply: dict[str, Any], rows: RowsSpec, tokens: Tokens
+    ) -> Captured:
+        """The rows of a prompt, compared with what was asked for.
+
+        Raises:
+            CaptureRunError: the capture or a readout failed.
+            Exception: one of `MALFORMED`: the answer is none, or not to this request.
+
+        """
+        result = reply["capture_results"]["inline"]
+        if result["status"] != "ok":
+            raise failed(prompt, str(result["error"]))
+        generated = reply["choices"][0]["token_ids"]
+        if not 1 <= len(generated) <= rows.max_tokens:
+            raise ValueError(f"{len(generated)} tokens were generated")
+        if not all(type(token) is int and 0 <= token < 1 << 31 for token in generated):
+            raise ValueError("token_ids are not ids of tokens")
+        wanted = positions_of(rows.positions, len(prompt.token_ids), len(generated))
+        payload = decoded(result["payload"])
+        if sorted(payload) != sorted(rows.taps):
+            raise ValueError(f"there are rows of {list(payload)}")
+        for (layer, hook), values in payload.items():
+            where = f"{hook}.{layer}"
+            dtype = str(values.dtype).removeprefix("torch.")
+            if payload.positions[layer, hook] != wanted:
+                raise ValueError(f"{where} has rows of other positions")
+            if list(values.shape) != [len(wanted), self.model.hidden_size]:
+                raise ValueError(f"{where} has rows of shape {list(values.shape)}")
+            if dtype != self.model.dtype:
+                raise ValueError(f"{where} has values of dtype {dtype}")
+            if not values.isfinite().all():
+                raise ValueError(f"{where} has values that are not finite")
+        found = decoded_readouts(reply.get("readouts") or {})
+        check_readouts(found, rows.readouts)
+        return captured(prompt, payload, generated, tokens, found)
+
     def readout_modules(self) -> dict[str, Any]:
         """The server's readout modules, in its own description."""
-        status: dict[str, Any] = self._get("/v1/readouts")
-        modules: dict[str, Any] = status["modules"]
-        return modules
+        with self._understood():
+            return dict(self._get("/v1/readouts")["modules"])
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
+
+
+def positions_of(selector: Any, num_prompt: int, num_generated: int) -> list[int]:
+    """The positions that a selector stands for, in a request that has ended."""
+    end = num_prompt + num_generated - 1
+    spans = parse_positions(selector, "positions", fail)
+    match spans:
+        case "last_prompt":
+            spans = ((num_prompt - 1, num_prompt),)
+        case "all_prompt":
+            spans = ((0, num_prompt),)
+        case "all_generated":
+            spans = ((num_prompt, end),)
+        case "last_generated":
+            spans = ((max(num_prompt, end - 1), end),)
+        case "all":
+            spans = ((0, end),)
+    found: set[int] = set()
+    for first, stop in spans:
+        start = num_prompt if first < 0 else 0
+        found.update(range(start + first, min(start + stop, end)))
+    return sorted(found)
 
 
 def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
@@ -178,6 +268,8 @@ def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
     rows = RowsByTap()
     for entry in entries:
         data = bytearray(base64.b64decode(entry["data"]))
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"rows have the dtype {entry['dtype']!r}")
         dtype = getattr(torch, entry["dtype"])
         shape = entry["shape"]
         values = (
@@ -209,6 +301,30 @@ def decoded_readouts(response: dict[str, Any]) -> dict[str, ReadoutResult]:
             one["kind"], one["positions"], taps, arrays, one.get("error")
         )
     return found
+
+
+def check_readouts(
+    found: Mapping[str, ReadoutResult], asked: Mapping[str, Any]
+) -> None:
+    """Check that each readout has come, with a value for each of its positions.
+
+    Raises:
+        ValueError: one has not.
+
+    """
+    if found.keys() != asked.keys():
+        raise ValueError(f"there are readouts {sorted(found)}, not {sorted(asked)}")
+    for name, result in found.items():
+        if result.kind != asked[name]["kind"]:
+            raise ValueError(f"readout {name!r} is of the kind {result.kind!r}")
+        if asked[name].get("reduce", "none") != "none" or result.error is not None:
+            continue
+        for key, array in result.arrays.items():
+            if len(array) != len(result.positions):
+                raise ValueError(
+                    f"readout {name!r} has {len(array)} {key} at "
+                    f"{len(result.positions)} positions"
+                )
 
 
 def _array(key: str, value: Any) -> Array:

@@ -45,6 +45,13 @@ def test_without_a_name_a_request_is_kept_under_its_id() -> None:
     consumer = keeping()
     deliver(BatchingSink(consumer), {"a/b c": ROWS})
     assert len(consumer.store.get(path_safe("a/b c"))) == 1
+    # A client would remove these from the path of a URL.
+    assert [path_safe(name) for name in (".", "..", "...", "")] == [
+        "_.",
+        "_..",
+        "...",
+        "_",
+    ]
 
 
 def test_rows_that_do_not_fit_are_refused_or_reported() -> None:
@@ -53,8 +60,11 @@ def test_rows_that_do_not_fit_are_refused_or_reported() -> None:
     assert consumer_capabilities(consumer).takes_requests
     with pytest.raises(CaptureValidationError, match="Drop names"):
         consumer.validate_client_spec(raw, context(num_prompt_tokens=1000))
-    with pytest.raises(CaptureValidationError, match="1 to 128 letters"):
-        consumer.validate_client_spec(raw | {"name": "a/b"}, context())
+    for name in ("a/b", ".", "..", "a\n", ""):
+        with pytest.raises(CaptureValidationError, match="1 to 128 letters.*'\\.\\.'"):
+            consumer.validate_client_spec(raw | {"name": name}, context())
+    for name in ("...", ".a", "a..b"):
+        consumer.validate_client_spec(raw | {"name": name}, context())
     # Both were admitted while there was room for either.
     results = deliver(BatchingSink(consumer), {"a": ROWS, "b": ROWS})
     assert results["a"].status == "ok"

@@ -18,7 +18,8 @@ from vllm.v1.residual.plain_data import plain
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
+"""Not `.` nor `..`, which clients remove from the path of a URL."""
 
 
 class MemoryConsumer(CaptureConsumer):
@@ -64,7 +65,7 @@ class MemoryConsumer(CaptureConsumer):
         if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise fail(
                 f"{where}.name must be 1 to 128 letters, digits, dots, dashes or "
-                "underscores",
+                "underscores, and neither '.' nor '..'",
                 f"{where}.name",
                 name,
             )
@@ -93,4 +94,5 @@ class MemoryConsumer(CaptureConsumer):
 
 def path_safe(request_id: str) -> str:
     """A request id as a name; characters that a name cannot contain become `_`."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", request_id)[:128] or "_"
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", request_id)[:128]
+    return name if _NAME.fullmatch(name) else f"_{name}"
