@@ -2,13 +2,13 @@
 """`SinkLane`: the thread of a consumer instance, which isolates it from the engine."""
 
 import threading
-from collections.abc import Mapping, Sequence
-from time import monotonic, sleep
+from collections.abc import Sequence
+from time import monotonic
 from typing import Any, Literal
 
 from vllm.logger import init_logger
-from vllm.v1.capture.capabilities import sink_capabilities
 from vllm.v1.capture.delivery.dropped_rows import DroppedRows
+from vllm.v1.capture.delivery.guarded_sink import GuardedSink, Outcome
 from vllm.v1.capture.delivery.packet_queue import (
     Ending,
     Opening,
@@ -16,38 +16,27 @@ from vllm.v1.capture.delivery.packet_queue import (
     PacketQueue,
 )
 from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
-from vllm.v1.capture.failures import FAILURES
-from vllm.v1.capture.groups import AnyChunk, GroupEnd, chunks_in
-from vllm.v1.capture.results import RowsByTap, merge
+from vllm.v1.capture.groups import AnyChunk, chunks_in
+from vllm.v1.capture.results import merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
-from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
-from vllm.v1.residual.plain_data import fault_of
-from vllm.v1.residual.plugin_errors import described
+from vllm.v1.capture.types import CaptureResult
 
 __all__ = ["Ending", "SinkLane"]
 
 logger = init_logger(__name__)
 
-RESULT_TIMEOUT = 60.0
-"""Seconds that a sink may take from a request's finalizes to its results."""
-
 STALL_SECONDS = 90.0
 """Seconds that one call of a sink may take before its requests fail."""
-
-
-SHUTDOWN_GRACE = 2.0
-"""Seconds that a sink's shutdown may exceed its timeout by."""
 
 
 class SinkLane:
     """Calls one sink from its own thread, which is fed by a bounded queue.
 
-    Whatever the sink raises becomes the result of the key concerned and affects neither
-    the engine nor other consumers. This includes exceptions that are not an
-    `Exception`, such as `SystemExit`, which would only end this thread. If a call of
-    the sink does not return in time, the queued rows are lost and their requests fail,
-    so that no request hangs.
+    Whatever the sink raises becomes the result of the key concerned (`GuardedSink`) and
+    affects neither the engine nor other consumers. If a call of the sink does not
+    return in time, the queued rows are lost and their requests fail, so that no request
+    hangs.
 
     `submit` and `finish` are called on one thread; the other methods on any.
     """
@@ -74,16 +63,12 @@ class SinkLane:
         """
         self.instance = instance
         self.sink = sink
-        self.can = sink_capabilities(sink)
+        self._guarded = GuardedSink(instance, sink)
+        self.can = self._guarded.can
         self._queue = PacketQueue(max_bytes, max_items, spill)
         self._drops = overload == "drop"
         self._dropped = DroppedRows()
         self._counters = LaneCounters()
-        self._failures: dict[CaptureKey, str] = {}
-        self._refusals: dict[str, str] = {}
-        self._unfinished: set[CaptureKey] = set()
-        """Keys whose `submit_finalize` raised: the sink has no result for them."""
-        self._call_began: float | None = None
         self._stalled = False
         self._giving_up = threading.Lock()
         self._answered: set[Ending] = set()
@@ -167,30 +152,7 @@ class SinkLane:
             )
             for ending in endings:
                 self._give_up(ending, "the engine stopped before it was delivered")
-        self._shut_down(max(deadline - monotonic(), 0.0))
-
-    def _shut_down(self, timeout: float) -> None:
-        """Shut down the sink on a thread, which is abandoned if it hangs."""
-        shutting = threading.Thread(
-            target=self._shutdown_sink,
-            args=(timeout,),
-            name=f"capture-{self.instance}-shutdown",
-            daemon=True,
-        )
-        shutting.start()
-        shutting.join(timeout + SHUTDOWN_GRACE)
-        if shutting.is_alive():
-            logger.error(
-                "Consumer %s did not shut down in %.0f s and is abandoned",
-                self.instance,
-                timeout + SHUTDOWN_GRACE,
-            )
-
-    def _shutdown_sink(self, timeout: float) -> None:
-        try:
-            self.sink.shutdown(timeout)
-        except BaseException as error:
-            FAILURES.log(self.instance, "its shutdown", error)
+        self._guarded.shut_down(max(deadline - monotonic(), 0.0))
 
     def check(self) -> bool:
         """Whether the sink has stalled: its current call takes longer than the limit.
@@ -198,7 +160,7 @@ class SinkLane:
         While it is stalled, its requests fail and its rows are lost. Called
         periodically by the owner of the lane.
         """
-        began = self._call_began
+        began = self._guarded.call_began
         limit = max(STALL_SECONDS, self.can.max_call_seconds)
         if began is None or monotonic() - began < limit:
             self._stalled = False
@@ -223,7 +185,9 @@ class SinkLane:
 
     def _lose(self, packet: Packet | SpilledPacket) -> None:
         for key in packet.keys:
-            self._failures.setdefault(key, "the consumer has not returned from a call")
+            self._guarded.failures.setdefault(
+                key, "the consumer has not returned from a call"
+            )
 
     def _give_up(
         self, ending: Ending, why: str = "the consumer has not returned from a call"
@@ -233,103 +197,48 @@ class SinkLane:
             return
         self._answered.add(ending)
         for finalize in ending.finalizes:
-            self._failures.setdefault(finalize.key, why)
+            self._guarded.failures.setdefault(finalize.key, why)
             self._counters.failed_rows += finalize.sidecar.get("num_rows", 0)
         key: Any = (ending.request_id, -1, "*")
         self._deliver(ending, CaptureResult(key, "error", why))
 
     def _run(self) -> None:
+        self._guarded.rest()
         while (item := self._queue.head()) is not None:
             # The item stays in the queue while it is processed, so that the bounds
             # include the rows that the sink is working on.
             if isinstance(item, Ending):
                 self._end(item)
             elif isinstance(item, Opening):
-                self._open(item)
+                self._guarded.open(item)
             else:
                 self._replay(item)
-            self._call_began = None
+            self._guarded.rest()
             self._queue.pop(item)
-
-    def _open(self, opening: Opening) -> None:
-        try:
-            self._begin_call()
-            opening.pass_spec()
-        except BaseException as error:
-            FAILURES.log(self.instance, f"the spec of {opening.request_id}", error)
-            self._refusals[opening.request_id] = described(error)
 
     def _replay(self, packet: Packet | SpilledPacket) -> None:
         try:
             items = self._queue.read(packet)
         except Exception as error:
             for key in packet.keys:
-                self._fail(key, error)
+                self._guarded.fail(key, error)
             return
         handed: Packet | SpilledPacket = packet
-        if self._failures:
+        if failures := self._guarded.failures:
             chunks = chunks_in(items)
-            items = [chunk for chunk in chunks if chunk.key not in self._failures]
+            items = [chunk for chunk in chunks if chunk.key not in failures]
             handed = packet if len(items) == len(chunks) else Packet.of(items)
         self._counters.rows += handed.num_rows
         self._counters.bytes += handed.num_bytes
         if items:
-            self._feed(items)
-
-    def _feed(self, items: Sequence[AnyChunk]) -> None:
-        groups = self.can.groups
-        if groups is not None:
-            try:
-                self._begin_call()
-                groups.submit_rows(items)
-            except BaseException as error:
-                for chunk in chunks_in(items):
-                    self._fail(chunk.key, error)
-            return
-        live = chunks_in(items)
-        batch = self.can.submit_chunk_batch
-        if batch is not None:
-            try:
-                self._begin_call()
-                batch(live)
-            except BaseException as error:
-                for chunk in live:
-                    self._fail(chunk.key, error)
-            return
-        for chunk in live:
-            if chunk.key in self._failures:
-                continue
-            try:
-                self._begin_call()
-                self.sink.submit_chunk(chunk)
-            except BaseException as error:
-                self._fail(chunk.key, error)
-
-    def _fail(self, key: CaptureKey, error: BaseException) -> None:
-        FAILURES.log(self.instance, key, error)
-        self._failures[key] = described(error)
+            self._guarded.feed(items)
 
     def _end(self, ending: Ending) -> None:
-        refusal = self._refusals.pop(ending.request_id, None)
-        if refusal is not None:
-            for finalize in ending.finalizes:
-                self._failures.setdefault(finalize.key, refusal)
-        results = self._finish_groups(ending)
-        if results is not None:
-            self._conclude(ending, results)
+        outcomes = self._guarded.finish_groups(ending)
+        if outcomes is not None:
+            self._conclude(ending, outcomes)
             return
-        for finalize in ending.finalizes:
-            if finalize.key in self._failures:
-                finalize.sidecar.setdefault(
-                    "capture_error", self._failures[finalize.key]
-                )
-            try:
-                self._begin_call()
-                self.sink.submit_finalize(finalize)
-            except BaseException as error:
-                self._fail(finalize.key, error)
-                self._unfinished.add(finalize.key)
-        self._end_request(ending)
+        self._guarded.finish_keys(ending)
         when_done = self.can.when_done
         if when_done is None or not ending.finalizes:
             self._answer(ending)
@@ -338,51 +247,21 @@ class SinkLane:
             # several requests at once.
             when_done(ending.request_id, lambda: self._answer(ending))
 
-    def _finish_groups(self, ending: Ending) -> list[CaptureResult] | None:
-        """End whole groups of keys; None if the sink takes the keys one by one.
-
-        So it does if any key has failed, because the others of its group may not have.
-        """
-        groups = self.can.groups
-        ends = [end for end in ending.ends if isinstance(end, GroupEnd)]
-        failed = any("capture_error" in end.sidecar for end in ends)
-        if groups is None or self._failures or failed or len(ends) < len(ending.ends):
-            return None
-        try:
-            self._begin_call()
-            results = groups.submit_ends(ending.request_id, ends)
-        except BaseException as error:
-            FAILURES.log(self.instance, ending.request_id, error)
-            key: Any = (ending.request_id, -1, "*")
-            results = [CaptureResult(key, "error", described(error)) for _ in ends]
-        if results is None:
-            return None
-        for end, result in zip(ends, results, strict=True):
-            if result.status == "error" and ending not in self._answered:
-                rows = end.sidecar.get("num_rows", 0) * len(end.taps)
-                self._counters.failed_rows += rows
-        return [noted(result, end.sidecar) for end, result in zip(ends, results)]
-
     def _answer(self, ending: Ending) -> None:
         """Collect and send the results, on the lane's thread or on one of the sink."""
-        deadline = monotonic() + RESULT_TIMEOUT
-        results = [self._result_of(final, deadline) for final in ending.finalizes]
-        for finalize, result in zip(ending.finalizes, results):
-            self._failures.pop(finalize.key, None)
-            if result.status == "error" and ending not in self._answered:
-                self._counters.failed_rows += finalize.sidecar.get("num_rows", 0)
-        self._conclude(ending, results)
+        self._conclude(ending, self._guarded.outcomes(ending))
 
-    def _conclude(self, ending: Ending, results: Sequence[CaptureResult]) -> None:
+    def _conclude(self, ending: Ending, outcomes: Sequence[Outcome]) -> None:
         """Send the merged result of a request, unless it was given up."""
-        if not results:
-            key: Any = (ending.request_id, -1, "*")
-            results = [CaptureResult(key, "ok")]
         if ending in self._answered:
             self._answered.discard(ending)
-            for finalize in ending.finalizes:
-                self._failures.pop(finalize.key, None)
+            self._guarded.forget(ending)
             return
+        for result, num_rows in outcomes:
+            if result.status == "error":
+                self._counters.failed_rows += num_rows
+        key: Any = (ending.request_id, -1, "*")
+        results = [result for result, _ in outcomes] or [CaptureResult(key, "ok")]
         self._deliver(ending, merge(ending.request_id, results))
 
     def _deliver(self, ending: Ending, result: CaptureResult) -> None:
@@ -395,67 +274,3 @@ class SinkLane:
                 ending.request_id,
                 self.instance,
             )
-
-    def _end_request(self, ending: Ending) -> None:
-        request_end = self.can.submit_request_end
-        if request_end is None:
-            return
-        try:
-            self._begin_call()
-            request_end(ending.request_id, ending.finalizes)
-        except BaseException as error:
-            for finalize in ending.finalizes:
-                self._fail(finalize.key, error)
-
-    def _result_of(self, finalize: CaptureFinalize, deadline: float) -> CaptureResult:
-        key = finalize.key
-        result: CaptureResult | None = None
-        if key in self._unfinished:
-            self._unfinished.discard(key)
-            deadline = 0.0
-        try:
-            result = self._wait_for(key, deadline)
-        except BaseException as error:
-            self._fail(key, error)
-        failure = self._failures.get(key) or finalize.sidecar.get("capture_error")
-        if failure is not None:
-            return CaptureResult(key, "error", failure)
-        if result is None or result.status == "pending":
-            return CaptureResult(
-                key, "error", f"no result within {RESULT_TIMEOUT:.0f} s"
-            )
-        # Its own class holds what the consumers of this project put into it.
-        is_plain = type(result.payload) is RowsByTap
-        fault = None if is_plain else fault_of(result.payload)
-        if fault is not None:
-            return CaptureResult(key, "error", f"the consumer's payload {fault}")
-        return noted(result, finalize.sidecar)
-
-    def _wait_for(self, key: CaptureKey, deadline: float) -> CaptureResult | None:
-        self._begin_call()
-        result = self.sink.get_result(key)
-        if result is not None and result.status != "pending":
-            return result
-        waiting = self.can.wait_for_result
-        if waiting is not None:
-            return waiting(key, max(deadline - monotonic(), 0.0))
-        while (result is None or result.status == "pending") and (
-            monotonic() < deadline
-        ):
-            sleep(0.005)
-            self._begin_call()
-            result = self.sink.get_result(key)
-        return result
-
-    def _begin_call(self) -> None:
-        """Note when a call of the sink begins; calls on other threads may block."""
-        if threading.current_thread() is self._thread:
-            self._call_began = monotonic()
-
-
-def noted(result: CaptureResult, sidecar: Mapping[str, Any]) -> CaptureResult:
-    """`result`, or a partial error if the sidecar notes that rows are missing."""
-    note = sidecar.get("capture_note")
-    if note is not None and result.status == "ok":
-        return CaptureResult(result.key, "partial_error", note, result.payload)
-    return result
