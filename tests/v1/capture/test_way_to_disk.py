@@ -40,7 +40,7 @@ LAYERS, WIDTH, PROMPT, GENERATED = 4, 512, 64, 200
 def traced() -> Iterator[dict[str, set[str]]]:
     """The threads that run code of each of our files, while the block runs."""
     found: defaultdict[str, set[str]] = defaultdict(set)
-    ours = f"{ROOT}/v1/capture/", f"{ROOT}/v1/residual/step_view"
+    ours = f"{ROOT}/v1/capture/", f"{ROOT}/v1/residual/"
 
     def note(frame: FrameType, event: str, arg: object) -> None:
         name = frame.f_code.co_filename

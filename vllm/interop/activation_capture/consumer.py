@@ -14,9 +14,8 @@ from vllm.interop.activation_capture.device import DeviceEncoder
 from vllm.interop.activation_capture.encoding import Array, Encoding
 from vllm.interop.activation_capture.variables import NAME
 from vllm.logger import init_logger
-from vllm.v1.capture.consumers.storage.files import Workspace, publish
+from vllm.v1.capture.consumers.storage.files import Workspace, path_part, publish
 from vllm.v1.capture.consumers.storage.globals import global_spec
-from vllm.v1.capture.consumers.storage.names import path_part
 from vllm.v1.capture.consumers.storage.options import Options
 from vllm.v1.capture.consumers.storage.sink import (
     StorageLimits,

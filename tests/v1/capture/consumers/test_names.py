@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.capture.consumers.storage.names import MAX_NAME, place_of, places_of
+from vllm.v1.capture.consumers.storage.files import MAX_NAME, place_of, places_of
 
 
 def sidecar(client_id: str, spec: Any = None, **changes: Any) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from vllm.v1.capture.consumers.arrow.params import ArrowParams
 from vllm.v1.capture.consumers.arrow.readouts import columns_of, is_readout
 from vllm.v1.capture.consumers.arrow.safetensors_file import write_safetensors
 from vllm.v1.capture.consumers.arrow.shard import Form, TableShard
-from vllm.v1.capture.consumers.storage.files import Workspace
-from vllm.v1.capture.consumers.storage.globals import global_spec
-from vllm.v1.capture.consumers.storage.names import (
+from vllm.v1.capture.consumers.storage.files import (
+    Workspace,
     path_part,
     place_of,
     places_of,
 )
+from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.consumers.storage.shards import ShardSet
 from vllm.v1.capture.consumers.storage.sink import (
     StorageLimits,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm.v1.capture.consumers.storage.names import path_part
+from vllm.v1.capture.consumers.storage.files import path_part
 from vllm.v1.capture.consumers.storage.options import Options
 
 ArrowFormat = Literal["parquet", "ipc", "safetensors"]

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.capture.consumers.filesystem.layouts import Layouts
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
+from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
+from vllm.v1.capture.consumers.storage.files import path_part, places_of
 from vllm.v1.capture.consumers.storage.globals import global_spec
-from vllm.v1.capture.consumers.storage.names import path_part, places_of
 from vllm.v1.capture.consumers.storage.sink import (
     StorageLimits,
     StorageSink,
@@ -50,7 +51,9 @@ class FilesystemConsumer(StorageSink):
             timeout_seconds=parsed.timeout_seconds,
             buffer_bytes=default_buffer(parsed.buffer_bytes, vllm_config),
         )
-        super().__init__("filesystem", parsed.root, limits, Layouts(parsed))
+        super().__init__(
+            "filesystem", parsed.root, limits, Layouts(parsed, ShardedLayout(parsed))
+        )
 
     def global_capture_spec(self) -> CaptureSpec | None:
         """The spec of `global_hooks` and `global_positions`."""

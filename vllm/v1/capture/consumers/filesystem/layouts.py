@@ -1,38 +1,268 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts, and the choice of one for each request.
+"""The layouts: files of rows, and the JSON that describes them.
 
 `per_file` writes one file of rows and one JSON file per key, `packed` one file with all
 keys of a request and one JSON index. `sharded` has a module of its own.
 """
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from vllm.v1.capture.consumers.filesystem.file_pair import (
-    Writing,
-    key_json,
-    keys_in_turn,
-    message_of,
-    request_facts,
-    stage_suffix,
-)
+import torch
+
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
-from vllm.v1.capture.consumers.storage.codecs import parse_codec
-from vllm.v1.capture.consumers.storage.files import Workspace, sole_writer
-from vllm.v1.capture.consumers.storage.names import place_of
+from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder, parse_codec
+from vllm.v1.capture.consumers.storage.files import (
+    Workspace,
+    place_of,
+    publish_pair,
+    sole_writer,
+)
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+from vllm.v1.residual.native import Bytes
+from vllm.v1.residual.plugin_errors import described
+
+REQUEST_FACTS = (
+    "layer_convention",
+    "model",
+    "dtype",
+    "num_prompt_tokens",
+    "num_generated_tokens",
+    "finish_reason",
+    "vllm_internal_request_id",
+    "client_request_id",
+    "sample_index",
+    "pipeline_parallel_rank",
+    "pipeline_parallel_size",
+)
+"""Fields that are the same for all keys of a request."""
+
+ROW_FACTS = ("positions", "token_ids")
+"""Fields with one value per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """The settings for writing the rows of one request."""
+
+    params: FilesystemParams
+    workspace: Workspace
+    tag: str
+    name: str
+    """The request's name, as a part of a path."""
+    codec: Codec
+    """Of rows; results of readouts are stored raw."""
+
+    def codec_of(self, finalize: CaptureFinalize) -> Codec:
+        """The codec of a key."""
+        return Codec() if "readout" in finalize.sidecar else self.codec
+
+    def encoder(self, finalize: CaptureFinalize) -> KeyEncoder:
+        """Create the encoder of a key."""
+        sidecar = finalize.sidecar
+        dtype = getattr(torch, sidecar["dtype"])
+        return KeyEncoder(self.codec_of(finalize), sidecar["hidden_size"], dtype)
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum bytes per system call."""
+        return self.params.coalesce_max_bytes
+
+    def encoded(
+        self, request: StoredRequest, finalize: CaptureFinalize, encoder: KeyEncoder
+    ) -> Iterator[Bytes]:
+        """Yield the encoded bytes of a key.
+
+        Raises:
+            OSError: rows are missing.
+
+        """
+        return encoder.encode(request.blocks(finalize, self.max_bytes))
+
+    def write_pair(
+        self,
+        request: StoredRequest,
+        base: str,
+        rows: Iterable[Bytes],
+        index: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Write `{base}.bin` and `{base}.json`.
+
+        Args:
+            request: the request, which may fail with a timeout meanwhile.
+            base: the path without its suffix.
+            rows: the bytes of the `.bin` file.
+            index: returns the content of the `.json` file; called after all of `rows`
+                were consumed.
+
+        Raises:
+            OSError: neither file exists.
+
+        """
+        params, workspace = self.params, self.workspace
+        asides = [workspace.write(rows, self.max_bytes, params.fsync)]
+        try:
+            text = json.dumps(index()).encode()
+            asides.append(workspace.write([text], self.max_bytes, params.fsync))
+            request.commit()
+            publish_pair(
+                (asides[0], f"{base}.bin"),
+                (asides[1], f"{base}.json"),
+                replace=params.on_collision == "overwrite",
+                fsync=params.fsync,
+            )
+        except BaseException:
+            for path in asides:
+                if os.path.lexists(path):
+                    os.unlink(path)
+            raise
+
+
+def keys_in_turn(
+    request: StoredRequest,
+    finalizes: list[CaptureFinalize],
+    writing: Writing,
+    shared: dict[str, Any],
+    entries: list[dict[str, Any]],
+    offset: int,
+) -> Iterator[Bytes]:
+    """Yield the bytes of all keys, consecutively.
+
+    Args:
+        request: the request.
+        finalizes: its keys.
+        writing: the settings.
+        shared: facts that are not repeated in the entries.
+        entries: extended by each key's entry after its bytes were consumed.
+        offset: the first key's offset in the file.
+
+    """
+    for finalize in finalizes:
+        encoder = writing.encoder(finalize)
+        yield from writing.encoded(request, finalize, encoder)
+        entries.append(entry(finalize.sidecar, shared, offset, encoder))
+        offset += encoder.num_bytes
+
+
+def key_json(
+    request_id: str, sidecar: dict[str, Any], encoder: KeyEncoder
+) -> dict[str, Any]:
+    """The JSON of a file with one key (layout `per_file`).
+
+    Args:
+        request_id: the request's name.
+        sidecar: the key's sidecar.
+        encoder: the encoder, after it has encoded all rows.
+
+    """
+    return {
+        "request_id": request_id,
+        "layer": sidecar["layer"],
+        "hook": sidecar["hook"],
+        "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
+        **{name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)},
+        **_readout(sidecar),
+        **_note(sidecar),
+        **_encoding(encoder),
+    }
+
+
+def request_facts(sidecars: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The facts that all keys of a request share; row facts only if all agree."""
+    first = sidecars[0]
+    facts = {name: first[name] for name in REQUEST_FACTS}
+    for name in ROW_FACTS:
+        if all(sidecar[name] == first[name] for sidecar in sidecars):
+            facts[name] = first[name]
+    return facts
+
+
+def entry(
+    sidecar: dict[str, Any],
+    shared: dict[str, Any],
+    offset: int,
+    encoder: KeyEncoder,
+) -> dict[str, Any]:
+    """The index entry of a key in a file with several keys.
+
+    Args:
+        sidecar: the key's sidecar.
+        shared: the result of `request_facts`, which is not repeated.
+        offset: of the key's first byte in the file.
+        encoder: the encoder, after it has encoded all rows.
+
+    """
+    own = {name: sidecar[name] for name in ROW_FACTS if name not in shared}
+    if sidecar["dtype"] != shared["dtype"]:
+        own["dtype"] = sidecar["dtype"]
+    return {
+        "layer": sidecar["layer"],
+        "hook": sidecar["hook"],
+        "offset": offset,
+        "nbytes": encoder.num_bytes,
+        "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
+        **_encoding(encoder),
+        **own,
+        **_readout(sidecar),
+        **_note(sidecar),
+    }
+
+
+def _encoding(encoder: KeyEncoder) -> dict[str, Any]:
+    checksum = encoder.checksum
+    return {
+        "codec": encoder.describe(),
+        **({} if checksum is None else {"crc32c": checksum}),
+    }
+
+
+def _readout(sidecar: dict[str, Any]) -> dict[str, Any]:
+    return {"readout": sidecar["readout"]} if "readout" in sidecar else {}
+
+
+def _note(sidecar: dict[str, Any]) -> dict[str, str]:
+    return {"note": sidecar["capture_note"]} if "capture_note" in sidecar else {}
+
+
+def message_of(error: OSError, name: str) -> str:
+    """The message for results about an error in writing the file `name`."""
+    if isinstance(error, FileExistsError):
+        return f"FileExistsError: {name} exists already (on_collision=error)"
+    return described(error)
+
+
+def stage_suffix(sidecar: dict[str, Any], joint: str = "-") -> str:
+    """A suffix such as `-pp00` with pipeline parallelism, otherwise empty."""
+    if sidecar["pipeline_parallel_size"] == 1:
+        return ""
+    return f"{joint}pp{sidecar['pipeline_parallel_rank']:02d}"
+
+
+class SharedFiles(Protocol):
+    """The layout whose files hold several requests."""
+
+    def write(
+        self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
+    ) -> None:
+        """Append a request."""
+
+    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
+        """See `Publisher.due`."""
 
 
 class Layouts:
     """Writes each request in its own layout, or the consumer's; a `Publisher`."""
 
-    def __init__(self, params: FilesystemParams) -> None:
+    def __init__(self, params: FilesystemParams, sharded: SharedFiles) -> None:
+        """Write in the layouts of this module, or to `sharded`."""
         self._params = params
-        self._sharded = ShardedLayout(params)
+        self._sharded = sharded
 
     def publish(self, request: StoredRequest, workspace: Workspace) -> None:
         """Write the rows of a request."""
@@ -61,7 +291,7 @@ class Layouts:
 
     def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
         """Tasks that seal the shards that are due."""
-        return self._sharded.shards.due(now, closing, running)
+        return self._sharded.due(now, closing, running)
 
 
 def write_per_file(

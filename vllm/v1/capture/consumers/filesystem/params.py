@@ -8,7 +8,7 @@ from typing import Any, Literal
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS, Layout
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
-from vllm.v1.capture.consumers.storage.names import path_part
+from vllm.v1.capture.consumers.storage.files import path_part
 from vllm.v1.capture.consumers.storage.options import Options
 
 logger = init_logger(__name__)

@@ -4,7 +4,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 
 from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
-from vllm.v1.capture.consumers.filesystem.file_pair import (
+from vllm.v1.capture.consumers.filesystem.layouts import (
     Writing,
     keys_in_turn,
     message_of,
@@ -24,6 +24,7 @@ from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.shards import Shard, ShardSet
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
+from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
@@ -211,7 +212,11 @@ class ShardedLayout:
 
     def __init__(self, params: FilesystemParams) -> None:
         self._params = params
-        self.shards: ShardSet[FileShard] = ShardSet(params.shard_max_bytes)
+        self._shards: ShardSet[FileShard] = ShardSet(params.shard_max_bytes)
+
+    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
+        """Tasks that seal the shards that are due."""
+        return self._shards.due(now, closing, running)
 
     def write(
         self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
@@ -223,7 +228,7 @@ class ShardedLayout:
         tag, shards = writing.tag, self._params.num_shards
         first = crc32(request.request_id.encode())
         numbers = [(first + n) % shards for n in range(shards)]
-        _, number = self.shards.idlest([(tag, n) for n in numbers])
+        _, number = self._shards.idlest([(tag, n) for n in numbers])
         new = partial(
             FileShard,
             self._params,
@@ -241,7 +246,7 @@ class ShardedLayout:
             nonlocal start
             start = shard.reserve(reserved)
 
-        shard = self.shards.add([(writing.tag, number)], new, reserve)
+        shard = self._shards.add([(writing.tag, number)], new, reserve)
         try:
             facts, entries = shard.write(request, finalizes, writing, start)
             request.commit()
@@ -272,7 +277,7 @@ class ShardedLayout:
             else:
                 shard.accept(request, finalizes, facts, entries)
 
-        self.shards.add([(writing.tag, number)], new, work)
+        self._shards.add([(writing.tag, number)], new, work)
 
 
 def encoded_bytes(finalizes: list[CaptureFinalize], writing: Writing) -> int | None:
