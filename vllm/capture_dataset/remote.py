@@ -267,16 +267,13 @@ def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
     """Decode the payload of a response to tensors."""
     rows = RowsByTap()
     for entry in entries:
-        data = bytearray(base64.b64decode(entry["data"]))
+        data = bytearray(base64.b64decode(entry["data"], validate=True))
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"rows have the dtype {entry['dtype']!r}")
         dtype = getattr(torch, entry["dtype"])
-        shape = entry["shape"]
-        values = (
-            torch.frombuffer(data, dtype=dtype).view(shape)
-            if data
-            else torch.empty(shape, dtype=dtype)
-        )
+        # No memory is without bytes, which `frombuffer` refuses.
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0).to(dtype)
+        values = flat.view(entry["shape"])
         facts = {"positions": entry["positions"], "token_ids": [], "encoding": None}
         rows.put((entry["layer"], entry["hook"]), values, facts)
     return rows

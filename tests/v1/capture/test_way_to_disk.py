@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row passes few files, queues and threads on its way from a tap to a file."""
+"""A row passes few files, queues and threads on its way to a file or to the caller."""
 
 import sys
 import threading
@@ -24,10 +24,14 @@ TAP = {
 }
 """What a worker without a model does not run."""
 MOST_FILES, MOST_THREADS = 30, 7
+MOST_FILES_TO_THE_CALLER = 28
+COUNTERS = ("v1/capture/worker/stats_reporter.py", "v1/capture/transport/borrower.py")
+"""What also runs while a row is on its way to the caller, and handles none."""
 OTHER_WAYS = (
     "v1/capture/transport/",
     "v1/capture/results.py",
     "v1/capture/worker/stats_reporter.py",
+    "v1/residual/plain_data.py",
 )
 """Results and counters go to the front end; no row does."""
 WATCHING = {"capture-filesystem-clock", "capture-report"}
@@ -70,6 +74,14 @@ def write(worker: WorkerAlone, *names: str) -> None:
     worker.answers(len(names))
 
 
+def files_on(found: dict[str, set[str]], other_ways: tuple[str, ...]) -> set[str]:
+    """The files that a row has passed."""
+    way = {name for name, by in found.items() if by - WATCHING}
+    passed = TAP | {name for name in way if not name.startswith(other_ways)}
+    assert {f"v1/capture/{name}.py" for name in SOME} < passed
+    return passed
+
+
 def test_from_a_tap_to_a_file(tmp_path: Path) -> None:
     consumer = f"filesystem:root={tmp_path},buffer_bytes=100000000"
     others = set(threading.enumerate())
@@ -79,13 +91,20 @@ def test_from_a_tap_to_a_file(tmp_path: Path) -> None:
         found.clear()  # What happens once is no part of the way.
         write(worker, "c", "d")
         threads = {one.name for one in set(threading.enumerate()) - others}
-        way = {name: by - WATCHING for name, by in found.items()}
+        passed = files_on(found, OTHER_WAYS)
         worker.close()
     assert len(list(tmp_path.glob("default/*/*.bin"))) == 4 * LAYERS
-    passed = TAP | {
-        name for name, by in way.items() if by and not name.startswith(OTHER_WAYS)
-    }
-    assert {f"v1/capture/{name}.py" for name in SOME} < passed
     assert len(passed) <= MOST_FILES, sorted(passed)
     threads -= {"capture-inbox"}  # of the front end
     assert len(threads | {"engine"}) <= MOST_THREADS, sorted(threads)
+
+
+def test_from_a_tap_to_the_caller() -> None:
+    with traced() as found:
+        worker = WorkerAlone("inline", LAYERS, WIDTH, torch.device("cpu"))
+        write(worker, "a", "b")
+        found.clear()
+        write(worker, "c", "d")
+        passed = files_on(found, COUNTERS)
+        worker.close()
+    assert len(passed) <= MOST_FILES_TO_THE_CALLER, sorted(passed)

@@ -7,7 +7,7 @@ keys are made only for sinks that take these.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ import torch
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
 from vllm.v1.capture.failures import FAILURES
 from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.results import GroupedRows
+from vllm.v1.capture.results import join_payloads
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -104,9 +104,7 @@ class GroupSink(ABC):
         """
 
 
-OnGroup: TypeAlias = Callable[
-    [Sequence[Tap], torch.Tensor, dict[str, Any]], GroupedRows
-]
+OnGroup: TypeAlias = Callable[[Sequence[Tap], torch.Tensor, dict[str, Any]], Any]
 """`on_group(taps, rows, sidecar)`: what `on_capture` does for each key of a group.
 
 `rows` is `[taps, rows, hidden_size]` on the CPU, in the stream's dtype; `sidecar` has
@@ -141,24 +139,34 @@ class GroupBatchingSink(BatchingSink, GroupSink):
     def submit_ends(
         self, request_id: str, ends: Sequence[GroupEnd]
     ) -> list[CaptureResult] | None:
-        """Call `on_group` for each group, unless rows of single keys were submitted."""
+        """Call `on_group` for each group, unless rows of single keys were submitted.
+
+        Large groups arrive in parts, for each of which it is called. If the parts of
+        different steps have different taps, the keys must be ended one by one.
+        """
         parts: dict[tuple[Tap, ...], list[torch.Tensor]] = {}
         for item in self._items.get(request_id, ()):
             if not isinstance(item, GroupChunk):
                 return None
             parts.setdefault(item.taps, []).append(item.tensor)
+        if len({tap for taps in parts for tap in taps}) < sum(map(len, parts)):
+            return None
         self._items.pop(request_id, None)
-        return [self._result_of(end, parts.get(end.taps, ())) for end in ends]
+        return [self._result_of(end, parts) for end in ends]
 
-    def _result_of(self, end: GroupEnd, parts: Sequence[torch.Tensor]) -> CaptureResult:
+    def _result_of(
+        self, end: GroupEnd, parts: Mapping[tuple[Tap, ...], Sequence[torch.Tensor]]
+    ) -> CaptureResult:
         key = (end.request_id, *end.taps[0])
         try:
-            width = end.sidecar.get("hidden_size", 0)
-            empty = torch.empty(len(end.taps), 0, width)
-            rows = ROWS.cat(parts, dim=1) if parts else empty
-            return CaptureResult(
-                key, "ok", payload=self._on_group(end.taps, rows, end.sidecar)
-            )
+            own = {t: ROWS.cat(parts[t], dim=1) for t in parts if t[0] in end.taps}
+            if not own:
+                width = end.sidecar.get("hidden_size", 0)
+                own = {end.taps: torch.empty(len(end.taps), 0, width)}
+            payloads = [
+                self._on_group(taps, rows, end.sidecar) for taps, rows in own.items()
+            ]
+            return CaptureResult(key, "ok", payload=join_payloads(payloads))
         except Exception as error:
             message = described(error)
             FAILURES.log(self._name, key, error)

@@ -6,16 +6,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.v1.capture.consumers._drive import context, deliver, rows_of
+from tests.v1.capture.consumers._drive import context, deliver, rows_of, sidecar_of
 from vllm.v1.capture.capabilities import consumer_capabilities
 from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.consumers.memory import MemoryConsumer, path_safe
 from vllm.v1.capture.consumers.memory.store import selected
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.groups import GroupBatchingSink, GroupChunk, GroupEnd
+from vllm.v1.capture.registry import as_sink
 from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.types import CaptureFinalize, VllmInternalRequestId
 
 TAPS = {(0, "pre_attn"): 3, (2, "post_block"): 5}
 ROWS = {tap: rows_of(n, 8, n, torch.bfloat16) for tap, n in TAPS.items()}
+ID = VllmInternalRequestId("r")
 SIZE = sum(rows.nbytes for rows in ROWS.values())
 
 
@@ -52,6 +56,38 @@ def test_without_a_name_a_request_is_kept_under_its_id() -> None:
         "...",
         "_",
     ]
+
+
+@pytest.mark.parametrize("cuts", [[(4,), (4,)], [(2, 2), (2, 2)], [(1, 3), (4,)]])
+def test_a_group_is_kept_whole_however_its_rows_arrive(
+    cuts: list[tuple[int, ...]],
+) -> None:
+    """Rows of a step come in parts if they are many; `cuts` are their taps by step."""
+    consumer, taps = keeping(), tuple((layer, "post_block") for layer in range(4))
+    rows = torch.randn(4, 6, 8)
+    sink = as_sink(consumer)
+    assert isinstance(sink, GroupBatchingSink)
+    for step, parts in enumerate(cuts):
+        first, start = 3 * step, 0
+        for count in parts:
+            stop = start + count
+            part = rows[start:stop, first : first + 3]
+            positions = list(range(first, first + 3))
+            chunk = GroupChunk(ID, taps[start:stop], part, first, step, positions)
+            sink.submit_rows([chunk])
+            start = stop
+    shared = sidecar_of("r", taps[0], rows[0])
+    results = sink.submit_ends("r", [GroupEnd(ID, taps, shared)])
+    assert (results is None) == (len({*cuts}) > 1)
+    for tap in taps if results is None else ():
+        sink.submit_finalize(CaptureFinalize((ID, *tap), sidecar_of("r", tap, rows[0])))
+    if results is not None:
+        assert [(one.status, one.payload) for one in results] == [("ok", {"name": "r"})]
+    (kept,) = consumer.store.get("r")
+    assert set(kept.rows) == set(taps)
+    for layer, one in enumerate(rows):
+        assert torch.equal(kept.rows[layer, "post_block"], one)
+        assert kept.rows.positions[layer, "post_block"] == list(range(6))
 
 
 def test_rows_that_do_not_fit_are_refused_or_reported() -> None:

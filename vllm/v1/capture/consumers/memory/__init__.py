@@ -2,6 +2,7 @@
 """The consumer that keeps rows in memory, under names, to be read later."""
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -14,6 +15,7 @@ from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 from vllm.v1.residual.plain_data import plain
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,10 +87,16 @@ class MemoryConsumer(CaptureConsumer):
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> dict[str, str]:
         """Keep the rows of a key; the payload is `{"name": ...}`, where they are."""
+        return self.on_group([key[1:]], tensor.unsqueeze(0), sidecar)
+
+    def on_group(
+        self, taps: Sequence[Tap], rows: torch.Tensor, sidecar: dict[str, Any]
+    ) -> dict[str, str]:
+        """Keep the rows `[taps, rows, hidden_size]` of a group of taps."""
         spec = sidecar.get("client_spec") or {}
         name = spec.get("name") or path_safe(sidecar["client_request_id"])
-        rows = tensor.to(getattr(torch, sidecar["dtype"]))
-        self.store.put(name, key, rows, sidecar)
+        rows = rows.to(getattr(torch, sidecar["dtype"]))
+        self.store.put(name, taps, rows, sidecar)
         return {"name": name}
 
 

@@ -3,15 +3,15 @@
 
 import threading
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from vllm.v1.capture.results import RowsByTap
-from vllm.v1.capture.types import CaptureKey
 from vllm.v1.residual.spans import OPEN_END
+from vllm.v1.residual.tap import Tap
 
 
 @dataclass(slots=True)
@@ -58,15 +58,19 @@ class RowStore:
         return self.max_bytes - self._held
 
     def put(
-        self, name: str, key: CaptureKey, rows: torch.Tensor, sidecar: Mapping[str, Any]
+        self,
+        name: str,
+        taps: Sequence[Tap],
+        rows: torch.Tensor,
+        sidecar: Mapping[str, Any],
     ) -> None:
-        """Add the rows of one key.
+        """Add the rows of taps with the same positions.
 
         Args:
             name: under which they are found.
-            key: `(request id, layer, hook)`.
-            rows: `[rows, hidden_size]` on the CPU; they are kept, not copied.
-            sidecar: of the key.
+            taps: of the rows.
+            rows: `[taps, rows, hidden_size]` on the CPU; they are kept, not copied.
+            sidecar: of the taps' keys.
 
         Raises:
             RuntimeError: they do not fit; none of them was stored.
@@ -81,7 +85,7 @@ class RowStore:
                 )
             kept = self._names.setdefault(name, KeptName())
             request = kept.requests.setdefault(
-                key[0],
+                sidecar["vllm_internal_request_id"],
                 KeptRequest(
                     sidecar["client_request_id"],
                     sidecar["sample_index"],
@@ -93,7 +97,7 @@ class RowStore:
                 "token_ids": sidecar["token_ids"],
                 "encoding": None,
             }
-            request.rows.put((key[1], key[2]), rows, facts)
+            request.rows.put_all(taps, rows, facts)
             kept.num_bytes += rows.nbytes
             self._held += rows.nbytes
 
