@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from vllm.v1.capture.results import RowsByTap
-from vllm.v1.capture.transport.same_process import hand_over
-from vllm.v1.capture.transport.zmq_channel import Inbox, Message, ResultMessage
+from vllm.v1.capture.transport.zmq_channel import (
+    Inbox,
+    Message,
+    ResultMessage,
+    hand_over,
+)
 from vllm.v1.capture.types import CaptureResult
 
 TAP = (3, "post_block")

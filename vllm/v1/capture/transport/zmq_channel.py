@@ -30,7 +30,6 @@ from vllm.v1.capture.results import GroupedRows, RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.stats import LaneCounters, MemoryCounters
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender
-from vllm.v1.capture.transport.same_process import receive_at, stop_receiving
 from vllm.v1.capture.transport.tensors import put_back, set_aside
 from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
 from vllm.v1.residual.plugin_errors import message_of
@@ -380,9 +379,10 @@ class Inbox:
         )
         self._thread.start()
         if not bounded:
-            receive_at(self.address, self._try)
+            _HERE[self.address] = self
 
-    def _try(self, message: Message) -> None:
+    def take(self, message: Message) -> None:
+        """Handle a message, on any thread; never raises."""
         try:
             self._handle(message)
         except Exception:
@@ -400,7 +400,7 @@ class Inbox:
                 continue
             try:
                 frames: Any = self._socket.recv_multipart(copy=False)
-                self._try(decoder.decode(frames))
+                self.take(decoder.decode(frames))
             except Exception:
                 logger.exception("A message about captured rows cannot be decoded")
             finally:
@@ -419,7 +419,7 @@ class Inbox:
 
     def close(self) -> None:
         """Stop listening."""
-        stop_receiving(self.address)
+        _HERE.pop(self.address, None)
         self._closing.set()
         self._thread.join(timeout=5)
         if self._thread.is_alive():  # It is blocked in a full queue.
@@ -429,3 +429,20 @@ class Inbox:
         ending = threading.Thread(target=self._context.term, daemon=True)
         ending.start()
         ending.join(timeout=2)
+
+
+_HERE: dict[str, Inbox] = {}
+"""The unbounded inboxes of this process, by address."""
+
+
+def hand_over(address: str, message: Message) -> bool:
+    """Give a result to the front end at `address`; False if it is in another process.
+
+    If the engine core runs in the process of its `LLM`, results are passed by a call.
+    Only the channel keeps messages of one worker in order and limits them, so rows for
+    driver-side consumers, streamed rows and counters use it here too.
+    """
+    inbox = _HERE.get(address)
+    if inbox is not None:
+        inbox.take(message)
+    return inbox is not None

@@ -39,8 +39,7 @@ from vllm.v1.capture.shutdown import flush_seconds
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
-from vllm.v1.capture.transport.same_process import hand_over
-from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage
+from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage, hand_over
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.offload import Offload, row_encoder
 from vllm.v1.capture.worker.stats_reporter import Reporter
