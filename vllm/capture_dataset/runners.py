@@ -63,11 +63,9 @@ class EngineRunner:
 
     def __init__(self, llm: "LLM") -> None:
         """Wrap an engine that has `CONSUMER`."""
-        from vllm.capture_dataset.models import facts_of_engine
-
         self._llm = llm
         self.tokenizer = llm.get_tokenizer()
-        self.model = facts_of_engine(llm)
+        self.model = _facts_of(llm)
         self._count = 0
 
     def run(
@@ -181,4 +179,27 @@ def failed(prompt: Prompt, reason: str | None) -> CaptureRunError:
     entry = prompt.entry
     return CaptureRunError(
         f"{entry.where} (id {entry.prompt_id!r}) could not be captured: {reason}"
+    )
+
+
+def _facts_of(llm: "LLM") -> ModelFacts:
+    """The facts of an engine's model; the tokenizer's digest is filled in later."""
+    from vllm.v1.residual.model_identity import identity_of
+
+    config = llm.llm_engine.vllm_config
+    identity = identity_of(config)
+    model = config.model_config
+    status = llm.llm_engine.capture.describe()
+    return ModelFacts(
+        name=identity.name,
+        architecture=identity.architecture,
+        weights=identity.weights,
+        tokenizer="",
+        num_layers=model.get_total_num_hidden_layers(),
+        hidden_size=model.get_hidden_size(),
+        max_model_len=model.max_model_len,
+        dtype=str(model.dtype).removeprefix("torch."),
+        hook_points={
+            int(layer): tuple(points) for layer, points in status["hook_points"].items()
+        },
     )
