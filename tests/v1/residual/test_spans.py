@@ -15,7 +15,7 @@ from vllm.v1.residual.spans import (
     selected,
     spans_of,
 )
-from vllm.v1.steering.spec.entry import parse_positions
+from vllm.v1.steering.spec.matrix import parse_positions
 
 lists = st.lists(st.integers(-12, 20), min_size=1, max_size=12)
 prompts = st.integers(0, 10)

@@ -11,7 +11,8 @@ from vllm.v1.residual.addresses import ALIASES
 from vllm.v1.residual.spans import NAMED
 from vllm.v1.steering.features import MODES
 from vllm.v1.steering.operations import OP_NAMES
-from vllm.v1.steering.spec.entry import ACTIVATIONS, ALL_GENERATED, KEYS
+from vllm.v1.steering.spec.entry import ACTIVATIONS, KEYS
+from vllm.v1.steering.spec.matrix import ALL_GENERATED
 from vllm.v1.steering.spec.packing import NAMES
 from vllm.v1.steering.spec.parse import HOOKS, PACKED_KEYS, SHARED_KEYS
 from vllm.v1.steering.spec.provenance import COUNTS, LAYER_CONVENTION, TEXTS

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays in entries: vectors, and the further arrays of some operations."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.operations import OpName
-from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.packing import is_packed, unpack_array
+from vllm.v1.steering.spec.table import Place
+
+if TYPE_CHECKING:
+    from vllm.v1.steering.spec.parse import SteeredModel
 
 MAX_RANK = 16
 """Most rows that `low_rank` reads and writes."""
@@ -21,131 +22,105 @@ PARALLEL = 1e-6
 Array = npt.NDArray[np.float32]
 
 
-class Tensors(NamedTuple):
-    """The arrays of an operation, float32."""
-
-    main: Array  # [H], or [rows, H]
-    others: Mapping[str, Array] = {}
-    """Further arrays, by their names in the entry."""
+def vector(value: Any, place: Place) -> Array:
+    """A vector `[hidden_size]` that is finite in the stream's dtype."""
+    # An entry may be the vector itself, so messages name the entry.
+    return parse_vector(value, place.model, place.at.removesuffix(".vector"))
 
 
-def parse_tensors(
-    entry: Mapping[str, Any], op: OpName, width: int, dtype: torch.dtype, at: str
-) -> Tensors:
-    """Parse the arrays of an entry whose keys are valid.
-
-    Args:
-        entry: as the user wrote it.
-        op: the entry's operation.
-        width: hidden size of the residual stream.
-        dtype: dtype of the residual stream, in which the values must be finite.
-        at: the entry's name in messages.
-
-    Raises:
-        SteeringValidationError: naming the parameter, the value and the remedy.
-
-    """
-
-    def rows(name: str, count: int | None = None) -> Array:
-        return _matrix(entry[name], count, width, dtype, f"{at}.{name}")
-
-    if op == "rotate":
-        return Tensors(_orthonormal(rows("plane", 2), f"{at}.plane"))
-    if op == "low_rank":
-        return _low_rank(entry, rows("read"), width, dtype, at)
-    if "vectors" in entry:
-        vector = rows("vectors")
-    else:
-        vector = parse_vector(entry["vector"], width, dtype, at)
-    if op == "swap":
-        target = parse_vector(entry["target"], width, dtype, f"{at}.target")
-        if not target.any():
-            raise fail(f"{at}.target: a vector of zeros has no direction", at, "swap")
-        return Tensors(vector, {"target": target})
-    if entry.get("mask") is not None:
-        mask = parse_vector(entry["mask"], width, dtype, f"{at}.mask")
-        if not ((mask >= 0) & (mask <= 1)).all():
-            value = float(mask[np.abs(mask - 0.5).argmax()])
-            raise fail(f"{at}.mask must be between 0 and 1", f"{at}.mask", value)
-        return Tensors(vector, {"mask": mask})
-    return Tensors(vector)
+def direction(value: Any, place: Place) -> Array:
+    """A vector that is not zero."""
+    found = vector(value, place)
+    if not found.any():
+        raise fail(f"{place.at}: a vector of zeros has no direction", place.at, 0.0)
+    return found
 
 
-def _low_rank(
-    entry: Mapping[str, Any], read: Array, width: int, dtype: torch.dtype, at: str
-) -> Tensors:
-    rank = len(read)
-    if rank > MAX_RANK:
+def shares(value: Any, place: Place) -> Array:
+    """A vector of numbers from 0 to 1."""
+    mask = vector(value, place)
+    if not ((mask >= 0) & (mask <= 1)).all():
+        worst = float(mask[np.abs(mask - 0.5).argmax()])
+        raise fail(f"{place.at} must be between 0 and 1", place.at, worst)
+    return mask
+
+
+def rows(value: Any, place: Place, count: int | None = None) -> Array:
+    """A matrix `[count, hidden_size]`; without `count`, of at least one row."""
+    found, width = as_array(value, place.at), place.model.hidden_size
+    right = found.ndim == 2 and len(found) and found.shape[1] == width
+    if not right or (count is not None and len(found) != count):
+        wanted = "at least one row" if count is None else f"{count} rows"
         raise fail(
-            f"{at}.read: at most {MAX_RANK} rows; split them over several entries",
-            f"{at}.read",
-            rank,
+            f"{place.at} must be {wanted} of {width} numbers, this model's hidden "
+            f"size; its shape is {list(found.shape)}",
+            place.at,
+            list(found.shape),
         )
-    others = {"write": _matrix(entry["write"], rank, width, dtype, f"{at}.write")}
-    for name in ("bias", "threshold"):
-        if entry.get(name) is not None:
-            others[name] = _numbers(entry[name], rank, f"{at}.{name}")
-    return Tensors(read, others)
+    return check_finite(found, place.model.dtype, place.at)
 
 
-def _numbers(raw: Any, count: int, at: str) -> Array:
-    found = as_array(raw, at)
+def read_rows(value: Any, place: Place) -> Array:
+    """The rows `[rank, hidden_size]` that `low_rank` reads."""
+    found = rows(value, place)
+    if len(found) > MAX_RANK:
+        raise fail(
+            f"{place.at}: at most {MAX_RANK} rows; split them over several entries",
+            place.at,
+            len(found),
+        )
+    return found
+
+
+def write_rows(value: Any, place: Place) -> Array:
+    """The rows that `low_rank` writes, as many as it reads."""
+    return rows(value, place, len(place.values["read"]))
+
+
+def row_numbers(value: Any, place: Place) -> Array:
+    """A number for each row that `low_rank` reads."""
+    found, count = as_array(value, place.at), len(place.values["read"])
     if found.shape != (count,) or not np.isfinite(found).all():
         raise fail(
-            f"{at} must be {count} finite numbers, one for each row of read",
-            at,
+            f"{place.at} must be {count} finite numbers, one for each row of read",
+            place.at,
             list(found.shape),
         )
     return found
 
 
-def _orthonormal(plane: Array, at: str) -> Array:
-    """Orthonormal axes that span the plane; the first one keeps its direction."""
-    wide = plane.astype(np.float64)
+def plane(value: Any, place: Place) -> Array:
+    """Orthonormal axes `[2, hidden_size]` of a plane; the first keeps its direction."""
+    wide = rows(value, place, 2).astype(np.float64)
     lengths = np.linalg.norm(wide, axis=1)
     if not lengths.all():
-        raise fail(f"{at}: an axis of zeros has no direction", at, lengths.tolist())
+        raise fail(
+            f"{place.at}: an axis of zeros has no direction", place.at, lengths.tolist()
+        )
     first, second = wide / lengths[:, None]
     second = second - (second @ first) * first
     length = np.linalg.norm(second)
     if length < PARALLEL:
         raise fail(
-            f"{at}: the two axes are parallel and span no plane; give two directions "
-            "that differ",
-            at,
+            f"{place.at}: the two axes are parallel and span no plane; give two "
+            "directions that differ",
+            place.at,
             float(length),
         )
     return np.stack([first, second / length]).astype(np.float32)
 
 
-def _matrix(
-    raw: Any, count: int | None, width: int, dtype: torch.dtype, at: str
-) -> Array:
-    """A matrix `[count, width]`; with `count` None, of any number of rows above 0."""
+def parse_vector(raw: Any, model: "SteeredModel", at: str) -> Array:
+    """Parse a vector `[hidden_size]` that is finite in the stream's dtype."""
     found = as_array(raw, at)
-    right = found.ndim == 2 and len(found) and found.shape[1] == width
-    if not right or (count is not None and len(found) != count):
-        rows = "at least one row" if count is None else f"{count} rows"
+    if found.shape != (model.hidden_size,):
         raise fail(
-            f"{at} must be {rows} of {width} numbers, this model's hidden size; its "
-            f"shape is {list(found.shape)}",
+            f"{at}: a vector of this model has {model.hidden_size} numbers, this one "
+            f"has the shape {list(found.shape)}",
             at,
             list(found.shape),
         )
-    return check_finite(found, dtype, at)
-
-
-def parse_vector(raw: Any, width: int, dtype: torch.dtype, at: str) -> Vector:
-    """Parse a vector `[width]`, float32, that is finite in the stream's dtype."""
-    vector = as_array(raw, at)
-    if vector.shape != (width,):
-        raise fail(
-            f"{at}: a vector of this model has {width} numbers, this one has the shape "
-            f"{list(vector.shape)}",
-            at,
-            list(vector.shape),
-        )
-    return check_finite(vector, dtype, at)
+    return check_finite(found, model.dtype, at)
 
 
 def check_finite(vector: Array, dtype: torch.dtype, at: str) -> Array:

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.residual.spans import describe_positions
-from vllm.v1.steering.conditions import Condition
-from vllm.v1.steering.features import FeatureUse
-from vllm.v1.steering.operations import Details, Operation, OpName
+from vllm.v1.steering.operations import Operation, OpName
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
-from vllm.v1.steering.spec.entry import VectorUse
-from vllm.v1.steering.spec.parse import Entry, Parsed
+from vllm.v1.steering.spec.entry import Entry
+from vllm.v1.steering.spec.parse import Parsed
 
 FIELDS = {
     "base": "vectors",
@@ -41,28 +39,15 @@ def describe_applied(parsed: Mapping[str, Parsed]) -> list[dict[str, Any]]:
     as given, before scaling.
     """
     return [
-        {"tier": FIELDS[tier], **_entry(entry)}
+        {
+            "tier": FIELDS[tier],
+            "hook": entry.tap[1],
+            "layer": entry.tap[0],
+            **_described(entry),
+        }
         for tier, one in parsed.items()
         for entry in one.entries
     ]
-
-
-def _entry(entry: Entry) -> dict[str, Any]:
-    layer, hook = entry.tap
-    use = entry.use
-    return {
-        "hook": hook,
-        "layer": layer,
-        "op": use.op,
-        "norm": _norm(entry.vector),
-        "scale": entry.scale,
-        "min": use.low,
-        "max": use.high,
-        "norm_match": use.norm_match,
-        "positions": describe_positions(use.positions),
-        **_own(use.op, use),
-        **_more(use.when, use.feature),
-    }
 
 
 def _norm(vector: Vector) -> float:
@@ -75,12 +60,14 @@ def _norms(packed: PackedVectors | None) -> dict[str, dict[str, dict[str, Any]]]
         found.setdefault(hook, {})[str(layer)] = {"norm": _norm(vector)}
     for one in packed.operations if packed else ():
         at = found.setdefault(one.hook, {}).setdefault(str(one.layer), {})
-        at.setdefault("operations", []).append(_operation(one))
+        at.setdefault("operations", []).append(_described(one))
     return found
 
 
-def _operation(one: Operation) -> dict[str, Any]:
-    return {
+def _described(one: Entry | Operation) -> dict[str, Any]:
+    """The operation and its parameters; the norm is that of the vector as given."""
+    details = one.details
+    described = {
         "op": one.op,
         "norm": _norm(one.vector),
         "scale": one.scale,
@@ -88,19 +75,10 @@ def _operation(one: Operation) -> dict[str, Any]:
         "max": one.high,
         "norm_match": one.norm_match,
         "positions": describe_positions(one.positions),
-        **_own(one.op, one.details),
-        **_more(one.details.when, one.details.feature),
+        **{name: getattr(details, name) for name in OWN_FIELDS.get(one.op, ())},
     }
-
-
-def _own(op: OpName, details: VectorUse | Details) -> dict[str, Any]:
-    """The fields that only entries of this operation have."""
-    return {name: getattr(details, name) for name in OWN_FIELDS.get(op, ())}
-
-
-def _more(when: Condition | None, feature: FeatureUse | None) -> dict[str, Any]:
-    """The fields that only some entries have."""
-    found: dict[str, Any] = {}
-    if feature is not None:
-        found |= feature.as_dict()
-    return found if when is None else {**found, "when": when.as_dict()}
+    if details.feature is not None:
+        described |= details.feature.as_dict()
+    if details.when is not None:
+        described["when"] = details.when.as_dict()
+    return described

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One steering entry: a vector and an operation with its parameters."""
+"""One steering entry: an operation, its vectors and its parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.residual import selectors
+import numpy as np
+
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.numbers import is_float32
-from vllm.v1.residual.spans import NAMED, Spans
+from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.features import FeatureUse
+from vllm.v1.steering.features import MODES
 from vllm.v1.steering.operations import (
     OP_NAMES,
     Details,
@@ -21,156 +20,237 @@ from vllm.v1.steering.operations import (
     operation,
     packed_arrays,
 )
-from vllm.v1.steering.spec.arrays import Tensors
+from vllm.v1.steering.plan import Vector
+from vllm.v1.steering.spec.arrays import (
+    Array,
+    check_finite,
+    direction,
+    plane,
+    read_rows,
+    row_numbers,
+    rows,
+    shares,
+    vector,
+    write_rows,
+)
+from vllm.v1.steering.spec.feature import parse_feature
+from vllm.v1.steering.spec.matrix import (
+    Rows,
+    parse_positions,
+    row_positions,
+    without_zeros,
+)
+from vllm.v1.steering.spec.table import (
+    REQUIRED,
+    Key,
+    Table,
+    Values,
+    as_written,
+    flag,
+    number,
+    one_of,
+    read,
+    required,
+)
+from vllm.v1.steering.spec.when import parse_when
 
+if TYPE_CHECKING:
+    from vllm.v1.steering.spec.parse import SteeredModel
+
+ACTIVATIONS = ("identity", "relu", "jumprelu", "step", "clip")
 COMMON = ("op", "positions", "when")
-KEYS_OF: dict[OpName, tuple[str, ...]] = {
-    "replace": ("vector", "vectors", "scale", "norm_match", "alpha", "mask"),
-    "add": ("vector", "vectors", "scale", "norm_match"),
-    "project_out": ("vector", "vectors", "scale"),
-    "swap": ("vector", "target"),
-    "rotate": ("plane", "degrees"),
-    "low_rank": (
-        "read",
-        "write",
-        "bias",
-        "activation",
-        "threshold",
-        "min",
-        "max",
-        "scale",
-    ),
-    "feature": ("sae", "feature", "value", "mode", "only_if_active"),
-    "clamp": ("vector", "vectors", "min", "max", "value", "strength"),
+"""The keys of all entries; `positions` and `when` are parsed with the others."""
+VECTORS: Table = {"vector": Key(vector, REQUIRED), "vectors": Key(rows, REQUIRED)}
+"""A vector for all positions of the entry, or one for each: one of the two."""
+SCALE = Key(number, 1.0)
+BOUNDS: Table = {"min": Key(number), "max": Key(number)}
+OPS: dict[OpName, Table] = {
+    "replace": {
+        **VECTORS,
+        "scale": SCALE,
+        "norm_match": Key(flag, False),
+        "alpha": Key(number, 1.0),
+        "mask": Key(shares),
+    },
+    "add": {**VECTORS, "scale": SCALE, "norm_match": Key(flag, False)},
+    "project_out": {**VECTORS, "scale": SCALE},
+    "swap": {"vector": Key(vector, REQUIRED), "target": Key(direction, REQUIRED)},
+    "rotate": {"plane": Key(plane, REQUIRED), "degrees": Key(number, REQUIRED)},
+    "low_rank": {
+        "read": Key(read_rows, REQUIRED),
+        "write": Key(write_rows, REQUIRED),
+        "bias": Key(row_numbers),
+        "activation": Key(one_of(ACTIVATIONS), "identity"),
+        "threshold": Key(row_numbers),
+        **BOUNDS,
+        "scale": SCALE,
+    },
+    "feature": {
+        "sae": Key(as_written, REQUIRED),
+        "feature": Key(as_written, REQUIRED),
+        "value": Key(number, REQUIRED),
+        "mode": Key(one_of(MODES), "set"),
+        "only_if_active": Key(flag, False),
+    },
+    "clamp": {
+        **VECTORS,
+        **BOUNDS,
+        "value": Key(number),
+        "strength": Key(number, 1.0),
+    },
 }
 """The keys that an entry may have in addition to `COMMON`, by operation."""
-NEEDED: dict[OpName, tuple[str, ...]] = {
-    "swap": ("vector", "target"),
-    "rotate": ("plane", "degrees"),
-    "low_rank": ("read", "write"),
-    "feature": ("sae", "feature", "value"),
-}
-"""The keys that an entry must have, for operations that need more than a vector."""
-KEYS = tuple(dict.fromkeys(sum(KEYS_OF.values(), COMMON)))
-ACTIVATIONS = ("identity", "relu", "jumprelu", "step", "clip")
-ALL_GENERATED = "all_generated"
-"""The selector of all generated tokens; its entries move to the decode tier."""
-
-
-"""The largest number."""
+KEYS = tuple(
+    dict.fromkeys([*COMMON, *(key for table in OPS.values() for key in table)])
+)
+MAIN = ("vector", "vectors", "plane", "read")
+"""The keys of an operation's own vectors, of which it has one."""
+OTHERS = ("target", "mask", "write", "bias", "threshold")
+"""The keys of further arrays."""
+NO_VECTOR = np.zeros(0, dtype=np.float32)
+"""The vector of an operation that has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class VectorUse:
-    """The operation of an entry and its parameters."""
+class Entry:
+    """One parsed entry."""
 
-    op: OpName = "add"
-    low: float | None = None
-    high: float | None = None
-    norm_match: bool = False
-    positions: Spans | None = None
-    strength: float = 1.0
-    alpha: float = 1.0
-    degrees: float = 0.0
-    activation: str = "identity"
-    when: Condition | None = None
-    feature: FeatureUse | None = None
-    num_rows: int = 0
-    """Number of positions that have a vector of their own; 0 if they share one."""
+    tap: Tap
+    op: OpName
+    main: Array
+    """The unscaled vector `[hidden_size]`, or rows of such."""
+    scale: float
+    low: float | None
+    high: float | None
+    norm_match: bool
+    positions: Spans | None
+    """Where it acts; None for every token, and for a matrix."""
+    details: Details
+    rows: Rows = ()
+    """Of a matrix with a row for each position: the positions of rows, by index."""
+
+    @property
+    def vector(self) -> Vector:
+        """The unscaled vector; of several rows, the first."""
+        return self.main if self.main.ndim == 1 else self.main[0]
 
     @property
     def is_plain(self) -> bool:
         """Whether this is a plain addition at every token, which tables perform."""
-        return self == PLAIN
+        other = self.norm_match or self.rows or self.details.when is not None
+        return self.op == "add" and self.positions is None and not other
 
-    def operation(self, tap: Tap, tensors: Tensors, scale: float, at: str) -> Operation:
-        """Create the operation at a tap.
+    def scaled(self, model: "SteeredModel", at: str) -> Array:
+        """The vector or rows times the scale.
 
         Raises:
-            SteeringValidationError: the vector is zero but the operation needs a
-                direction.
+            SteeringValidationError: they are not finite in the model's dtype.
 
         """
-        directed = self.norm_match or self.op in ("project_out", "clamp", "swap")
-        if directed and not tensors.main.any(axis=-1).all():
-            raise fail(
-                f"{at}: a vector of zeros has no direction, which "
-                f"{'norm_match' if self.norm_match else self.op} needs",
-                at,
-                self.op,
-            )
+        if self.scale == 1.0:
+            return self.main
+        with np.errstate(over="ignore"):
+            return check_finite(self.main * np.float32(self.scale), model.dtype, at)
+
+    def operations(self) -> list[Operation]:
+        """The operations of an entry that is not plain; none if nothing is added."""
+        if not self.rows:
+            one = self._operation(self.main, self.positions)
+            return [one] if self.op != "add" or (self.scale * self.main).any() else []
+        every = [self._operation(self.main[o], s, len(o)) for s, o in self.rows]
+        acting = self.op != "add" or self.scale
+        return [
+            without_zeros(one)
+            for one in every
+            if acting and (self.op != "add" or one.vector.any())
+        ]
+
+    def _operation(
+        self, main: Array, positions: Spans | None, num_rows: int = 0
+    ) -> Operation:
+        bounds = self.low, self.high
         return operation(
-            tap,
+            self.tap,
             self.op,
-            tensors.main,
-            scale,
-            (self.low, self.high),
+            main,
+            self.scale,
+            bounds,
             self.norm_match,
-            self.positions,
-            Details(
-                self.strength,
-                self.alpha,
-                self.degrees,
-                self.activation,
-                packed_arrays(tensors.others),
-                self.when,
-                self.feature,
-            ),
-            self.num_rows,
+            positions,
+            self.details,
+            num_rows,
         )
 
 
-PLAIN = VectorUse()
+def parse_entry(
+    raw: Mapping[str, Any], tap: Tap, model: "SteeredModel", at: str
+) -> Entry:
+    """Parse one entry.
 
-
-def parse_use(entry: Mapping[str, Any], at: str) -> VectorUse:
-    """Parse the operation and parameters of `{"vector", "scale"?, "op"?, "min"?, ...}`.
+    Args:
+        raw: an object with the keys of its operation and of `COMMON`.
+        tap: where it acts.
+        model: the model that its vectors must fit.
+        at: the entry's name in messages.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    op = _op(entry, at)
-    low, high = (_bound(entry.get(name), f"{at}.{name}") for name in ("min", "max"))
-    if op == "clamp" and entry.get("value") is not None:
-        low, high = _one_bound(entry, at)
-    activation = _activation(entry, at)
-    _check_bounds(op, low, high, activation, at)
-    norm_match = entry.get("norm_match", False)
-    if not isinstance(norm_match, bool):
-        raise fail(f"{at}.norm_match must be a boolean", f"{at}.norm_match", norm_match)
-    return VectorUse(
-        op,
-        low,
-        high,
-        norm_match,
-        # The positions of a matrix follow the order of its rows; `matrix.py` parses
-        # them.
-        None
-        if "vectors" in entry
-        else parse_positions(entry.get("positions"), f"{at}.positions"),
-        _number(entry, "strength", 1.0, at),
-        _number(entry, "alpha", 1.0, at),
-        _number(entry, "degrees", 0.0, at),
-        activation,
+    op = _op(raw, at)
+    values = read(raw, OPS[op], model, at)
+    low, high = _bounds(op, values, at)
+    feature = None
+    if op == "feature":
+        feature = parse_feature(values, tap, model, at)
+    main = next((values[n] for n in MAIN if values.get(n) is not None), NO_VECTOR)
+    others = {name: values[name] for name in OTHERS if values.get(name) is not None}
+    norm_match = values.get("norm_match", False)
+    directed = norm_match or op in ("project_out", "clamp", "swap")
+    if directed and not main.any(axis=-1).all():
+        raise fail(
+            f"{at}: a vector of zeros has no direction, which "
+            f"{'norm_match' if norm_match else op} needs",
+            at,
+            op,
+        )
+    spans: Spans | None = None
+    by_row: Rows = ()
+    where = f"{at}.positions"
+    if values.get("vectors") is None:
+        spans = parse_positions(raw.get("positions"), where)
+    else:
+        by_row = row_positions(raw.get("positions"), len(main), where)
+    details = Details(
+        values.get("strength", 1.0),
+        values.get("alpha", 1.0),
+        values.get("degrees", 0.0),
+        values.get("activation", "identity"),
+        packed_arrays(others),
+        parse_when(raw.get("when"), tap, model, f"{at}.when"),
+        feature,
     )
+    scale = values.get("scale", 1.0)
+    return Entry(tap, op, main, scale, low, high, norm_match, spans, details, by_row)
 
 
 def _op(entry: Mapping[str, Any], at: str) -> OpName:
     """The entry's operation, after a check that all keys belong to it."""
     op = entry.get("op", "add")
-    if not isinstance(op, str) or op not in KEYS_OF:
+    if not isinstance(op, str) or op not in OPS:
         raise fail(
             f"{at}.op: {shown(op)} is not one of {list(OP_NAMES)}", f"{at}.op", op
         )
+    table = OPS[op]
     unknown = sorted(str(name) for name in entry if name not in KEYS)
-    needed = NEEDED.get(op, ("vectors",) if "vectors" in entry else ("vector",))
+    needed = required(table)
+    if "vectors" in table:
+        needed = ("vectors",) if "vectors" in entry else ("vector",)
     missing = [name for name in needed if name not in entry]
     if unknown or missing:
-        keys = [*KEYS_OF[op], *COMMON]
         raise fail(
             f'{at}: an entry is a vector, or an object, with "op": "{op}" of the keys '
-            f"{keys}; "
+            f"{[*table, *COMMON]}; "
             + (_refused_key(unknown[0]) if unknown else f"{missing[0]} is missing"),
             at,
             sorted(map(str, entry)),
@@ -185,14 +265,13 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
     if op == "clamp" and "scale" in entry:
         raise fail(
             f"{at}: clamp takes no scale; use strength, the fraction of the distance "
-            "to "
-            "the bounds",
+            "to the bounds",
             at,
             entry["scale"],
         )
     for name in entry:
-        if name not in KEYS_OF[op] and name not in COMMON:
-            goes = [other for other, keys in KEYS_OF.items() if name in keys]
+        if name not in table and name not in COMMON:
+            goes = [other for other, keys in OPS.items() if name in keys]
             raise fail(
                 f'{at}.{name} goes with "op" {" or ".join(goes)}, not with {op}',
                 f"{at}.{name}",
@@ -207,62 +286,28 @@ def _refused_key(name: str) -> str:
     return f"it has no key {shown(name)}"
 
 
-def _number(entry: Mapping[str, Any], name: str, default: float, at: str) -> float:
-    return finite(entry.get(name, default), f"{at}.{name}")
-
-
-def _one_bound(entry: Mapping[str, Any], at: str) -> tuple[float, float]:
-    """The bounds of a clamp with a `value`, which are equal."""
-    if entry.get("min") is not None or entry.get("max") is not None:
-        raise fail(
-            f"{at}: value sets both min and max; give either value, or min and max",
-            f"{at}.value",
-            entry["value"],
-        )
-    value = _number(entry, "value", 0.0, at)
-    return value, value
-
-
-def _activation(entry: Mapping[str, Any], at: str) -> str:
-    found = entry.get("activation", "identity")
-    if not isinstance(found, str) or found not in ACTIVATIONS:
-        raise fail(
-            f"{at}.activation: {shown(found)} is not one of {list(ACTIVATIONS)}",
-            f"{at}.activation",
-            found,
-        )
-    has_threshold = entry.get("threshold") is not None
-    if has_threshold != (found == "jumprelu") and not (
-        has_threshold and found == "step"
+def _bounds(op: OpName, values: Values, at: str) -> tuple[float | None, float | None]:
+    """The bounds of a clamp, or of the activation `clip`."""
+    low, high, value = (values.get(name) for name in ("min", "max", "value"))
+    if op == "clamp" and value is not None:
+        if low is not None or high is not None:
+            raise fail(
+                f"{at}: value sets both min and max; give either value, or min and max",
+                f"{at}.value",
+                value,
+            )
+        low = high = value
+    activation = values.get("activation", "identity")
+    has_threshold = values.get("threshold") is not None
+    if has_threshold != (activation == "jumprelu") and not (
+        has_threshold and activation == "step"
     ):
         raise fail(
             f"{at}: jumprelu needs a threshold, step may have one, and no other "
             "activation has",
             f"{at}.threshold",
-            found,
+            activation,
         )
-    return found
-
-
-def _bound(raw: Any, at: str) -> float | None:
-    return None if raw is None else finite(raw, at)
-
-
-def finite(value: Any, at: str) -> float:
-    """Parse a number that is finite in float32, the dtype in which kernels hold it.
-
-    Raises:
-        SteeringValidationError: the value is not a number, or not finite.
-
-    """
-    if not is_float32(value):
-        raise fail(f"{at} must be a finite number, of float32", at, value)
-    return float(value)
-
-
-def _check_bounds(
-    op: str, low: float | None, high: float | None, activation: str, at: str
-) -> None:
     given = low is not None or high is not None
     if given != (op == "clamp" or activation == "clip"):
         raise fail(
@@ -273,37 +318,4 @@ def _check_bounds(
         )
     if low is not None and high is not None and low > high:
         raise fail(f"{at}: min must not be above max", at, {"min": low, "max": high})
-
-
-def parse_positions(raw: Any, at: str) -> Spans | None:
-    """Parse the positions of an entry; None for every token of its tier.
-
-    Args:
-        raw: a selector of `vllm.v1.residual.selectors`, or None.
-        at: the selector's name in messages.
-
-    Raises:
-        SteeringValidationError: it is not a selector, or selects tokens that are only
-            known after they are computed.
-
-    """
-    if raw is None:
-        return None
-    found = selectors.parse_positions(raw, at, fail)
-    if not isinstance(found, str):
-        return found
-    if found == "last_generated":
-        raise fail(
-            f"{at}: the last generated token is not known in advance; give "
-            "its position, or capture it instead",
-            at,
-            raw,
-        )
-    if found == ALL_GENERATED:
-        raise fail(
-            f"{at}: the number of generated tokens is not known in advance; list the "
-            "positions of the rows",
-            at,
-            raw,
-        )
-    return NAMED[found]
+    return low, high

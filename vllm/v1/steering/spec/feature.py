@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses entries with `"op": "feature"`, which change one SAE feature."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import is_known_at
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.features import MODES, FeatureUse
-from vllm.v1.steering.spec.entry import finite
+from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.spec.named import NamedSAE
+from vllm.v1.steering.spec.table import Values
 
 if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel
 
 
 def parse_feature(
-    entry: Mapping[str, Any], tap: Tap, model: "SteeredModel", at: str
+    values: Values, tap: Tap, model: "SteeredModel", at: str
 ) -> FeatureUse:
-    """Parse a feature operation, and check that the SAE fits the model and the tap.
+    """Check that a feature operation's SAE fits the model and the tap.
 
     Args:
-        entry: an entry whose keys are valid for `feature`.
+        values: the values of the entry's keys.
         tap: where the entry acts.
         model: the model that the SAE must fit.
         at: the entry's name in messages.
@@ -32,31 +31,26 @@ def parse_feature(
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    name = entry["sae"]
+    name, feature = values["sae"], values["feature"]
     if not isinstance(name, str):
         raise fail(f"{at}.sae must be the name of an SAE", f"{at}.sae", name)
     sae = model.named.sae(name, f"{at}.sae")
     _check_place(name, sae, tap, model, at)
-    feature = entry["feature"]
     if not is_integer(feature, 0, sae.size):
         raise fail(
             f"{at}.feature: the SAE {shown(name)} has the features 0 to {sae.size - 1}",
             f"{at}.feature",
             feature,
         )
-    mode = entry.get("mode", "set")
-    if mode not in MODES:
-        raise fail(
-            f"{at}.mode: {shown(mode)} is not one of {list(MODES)}", f"{at}.mode", mode
-        )
-    only = entry.get("only_if_active", False)
-    if not isinstance(only, bool):
-        raise fail(
-            f"{at}.only_if_active must be a boolean", f"{at}.only_if_active", only
-        )
-    value = finite(entry["value"], f"{at}.value")
-    reads = sae.tap if sae.is_transcoder else None
-    use = FeatureUse(name, sae.fingerprint, int(feature), value, mode, only, reads)
+    use = FeatureUse(
+        name,
+        sae.fingerprint,
+        int(feature),
+        values["value"],
+        values["mode"],
+        values["only_if_active"],
+        sae.tap if sae.is_transcoder else None,
+    )
     _check_selection(use, sae, at)
     if sae.is_transcoder and use.needs_activation:
         _check_reads(name, sae, tap, model, at)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries with one row per position, and single-position entries that are merged."""
+"""Positions of entries; matrices with one row per position."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,22 +12,58 @@ from msgspec import structs
 
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.selectors import MAX_POSITIONS, as_list
+from vllm.v1.residual.selectors import parse_positions as parse_selector
 from vllm.v1.residual.spans import NAMED, Spans, spans_of
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation, in_order
 from vllm.v1.steering.plan import SteeringTiers, conditions_of
-from vllm.v1.steering.spec.entry import parse_positions
 
 ROW_OPS = ("replace", "add", "project_out", "clamp")
 """Operations that may have a vector for each position."""
 WHOLE_PROMPT = NAMED["all_prompt"]
+ALL_GENERATED = "all_generated"
+"""The selector of all generated tokens; its entries move to the decode tier."""
 
 Places = npt.NDArray[np.int64]
+Rows: TypeAlias = Sequence[tuple[Spans, npt.NDArray[np.intp]]]
+"""Positions, with the indices of their rows in a matrix."""
 
 
-def row_positions(
-    raw: Any, num_rows: int, at: str
-) -> list[tuple[Spans, npt.NDArray[np.intp]]]:
+def parse_positions(raw: Any, at: str) -> Spans | None:
+    """Parse the positions of an entry; None for every token of its tier.
+
+    Args:
+        raw: a selector of `vllm.v1.residual.selectors`, or None.
+        at: the selector's name in messages.
+
+    Raises:
+        SteeringValidationError: it is not a selector, or selects tokens that are only
+            known after they are computed.
+
+    """
+    if raw is None:
+        return None
+    found = parse_selector(raw, at, fail)
+    if not isinstance(found, str):
+        return found
+    if found == "last_generated":
+        raise fail(
+            f"{at}: the last generated token is not known in advance; give "
+            "its position, or capture it instead",
+            at,
+            raw,
+        )
+    if found == ALL_GENERATED:
+        raise fail(
+            f"{at}: the number of generated tokens is not known in advance; list the "
+            "positions of the rows",
+            at,
+            raw,
+        )
+    return NAMED[found]
+
+
+def row_positions(raw: Any, num_rows: int, at: str) -> Rows:
     """The positions of a matrix's rows.
 
     Args:

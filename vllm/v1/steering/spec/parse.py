@@ -15,22 +15,12 @@ from vllm.v1.residual.tap import HOOK_NAMES, Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Vector
-from vllm.v1.steering.spec.arrays import Tensors, check_finite, parse_tensors
-from vllm.v1.steering.spec.entry import (
-    ALL_GENERATED,
-    VectorUse,
-    finite,
-    parse_use,
-)
-from vllm.v1.steering.spec.feature import parse_feature
-from vllm.v1.steering.spec.matrix import joined_rows, row_positions, without_zeros
+from vllm.v1.steering.spec.arrays import check_finite
+from vllm.v1.steering.spec.entry import Entry, parse_entry
+from vllm.v1.steering.spec.matrix import ALL_GENERATED, joined_rows
 from vllm.v1.steering.spec.named import NONE_NAMED, Named
 from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
-from vllm.v1.steering.spec.when import parse_when
-
-NO_VECTOR = Tensors(np.zeros(0, dtype=np.float32))
-"""The arrays of an operation that has no vector of its own."""
 
 HOOKS = HOOK_NAMES
 
@@ -77,17 +67,6 @@ class SteeredModel:
     def num_sites(self) -> int:
         """Number of hook points of all layers."""
         return sum(map(len, self.hook_points.values()))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One parsed entry, for the description of a change."""
-
-    tap: Tap
-    vector: Vector
-    """The unscaled vector; of a matrix, its first row."""
-    scale: float
-    use: VectorUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,54 +211,19 @@ def by_phase(
 
 
 def _take(
-    parsed: Parsed, tap: Tap, entry: Mapping[str, Any], model: SteeredModel, at: str
+    parsed: Parsed, tap: Tap, raw: Mapping[str, Any], model: SteeredModel, at: str
 ) -> None:
     """Add one entry to a parsed tier."""
-    use = parse_use(entry, at)
-    if entry.get("when") is not None:
-        condition = parse_when(entry["when"], tap, model, f"{at}.when")
-        use = replace(use, when=condition)
-    if use.op == "feature":
-        use = replace(use, feature=parse_feature(entry, tap, model, at))
-        parsed.entries.append(Entry(tap, NO_VECTOR.main, 1.0, use))
-        parsed.operations.append(use.operation(tap, NO_VECTOR, 1.0, at))
+    entry = parse_entry(raw, tap, model, at)
+    parsed.entries.append(entry)
+    scaled = entry.scaled(model, at)
+    if not entry.is_plain:
+        parsed.operations.extend(entry.operations())
         return
-    scale = entry.get("scale", 1.0)
-    tensors = parse_tensors(entry, use.op, model.hidden_size, model.dtype, at)
-    scaled = _scaled(tensors.main, scale, model, at)
-    first = tensors.main.reshape(-1, model.hidden_size)[0]
-    parsed.entries.append(Entry(tap, first, float(scale), use))
-    if use.is_plain and "vectors" not in entry:
-        before = parsed.vectors.get(tap)
-        if before is not None:
-            scaled = check_finite(before + scaled, model.dtype, at)
-        parsed.vectors[tap] = scaled
-        return
-    if "vectors" in entry:
-        _take_rows(parsed, tap, entry, use, tensors, at)
-        return
-    operation = use.operation(tap, tensors, float(scale), at)
-    if use.op != "add" or scaled.any():  # Adding zeros is not steering.
-        parsed.operations.append(operation)
-
-
-def _take_rows(
-    parsed: Parsed,
-    tap: Tap,
-    entry: Mapping[str, Any],
-    use: VectorUse,
-    tensors: Tensors,
-    at: str,
-) -> None:
-    """Add an entry with one row per position."""
-    scale = float(entry.get("scale", 1.0))
-    positions = entry.get("positions")
-    for spans, order in row_positions(positions, len(tensors.main), f"{at}.positions"):
-        rows = replace(use, positions=spans, num_rows=len(order))
-        ordered = tensors._replace(main=tensors.main[order])
-        operation = rows.operation(tap, ordered, scale, at)
-        if use.op != "add" or (scale and ordered.main.any()):
-            parsed.operations.append(without_zeros(operation))
+    before = parsed.vectors.get(tap)
+    if before is not None:
+        scaled = check_finite(before + scaled, model.dtype, at)
+    parsed.vectors[tap] = scaled
 
 
 def _check_count(count: int, at: str) -> None:
@@ -423,11 +367,3 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
 
 def _is_list_of(value: Any, length: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == length
-
-
-def _scaled(vector: Vector, scale: Any, model: SteeredModel, at: str) -> Vector:
-    finite(scale, f"{at}.scale")
-    if scale == 1.0:
-        return vector
-    with np.errstate(over="ignore"):
-        return check_finite(vector * np.float32(scale), model.dtype, at)

@@ -12,7 +12,7 @@ from vllm.v1.residual.numbers import is_finite
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation, operation
 from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
-from vllm.v1.steering.spec.entry import finite
+from vllm.v1.steering.spec.table import finite
 
 MAX_NAMES = 16
 """Most modules that one request may name."""

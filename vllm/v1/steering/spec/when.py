@@ -16,24 +16,34 @@ from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.arrays import parse_vector
-from vllm.v1.steering.spec.entry import finite
+from vllm.v1.steering.spec.table import (
+    REQUIRED,
+    Key,
+    Table,
+    Values,
+    as_written,
+    flag,
+    number,
+    one_of,
+    read,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel
 
-KEYS = (
-    "probe",
-    "index",
-    "bias",
-    "cosine",
-    "layer",
-    "hook",
-    "above",
-    "below",
-    "sharpness",
-    "scope",
-    "reduce",
-)
+KEYS: Table = {
+    "probe": Key(as_written, REQUIRED),
+    "index": Key(as_written),
+    "bias": Key(number),
+    "cosine": Key(flag),
+    "layer": Key(as_written),
+    "hook": Key(as_written),
+    "above": Key(number),
+    "below": Key(number),
+    "sharpness": Key(number),
+    "scope": Key(one_of(SCOPES)),
+    "reduce": Key(one_of(("last", "mean"))),
+}
 FORM = (
     'it is {"probe": a vector or the name of one, "layer", "hook", "above" or "below": '
     'a number, "bias"?, "cosine"?, "sharpness"?, "scope"?, "reduce"?, "index"?}'
@@ -72,8 +82,9 @@ def parse_when(
         raise fail(f"{at}: {FORM}", at, raw)
     if unknown := sorted(str(key) for key in raw if key not in KEYS):
         raise fail(f"{at}: unknown key {shown(unknown[0])}; {FORM}", at, unknown[0])
-    probe = _probe(raw, model, at)
-    tap = _tap(raw, probe, model, at)
+    values = read(raw, KEYS, model, at)
+    probe = _probe(values, model, at)
+    tap = _tap(values, probe, model, at)
     if not is_known_at(tap, entry):
         raise fail(
             f"{at}: the probe reads {tap[1]} of layer {tap[0]}, which is not known "
@@ -83,15 +94,14 @@ def parse_when(
             {"layer": tap[0], "hook": tap[1]},
         )
     model.placement.check(tap, at)
-    above, threshold = _threshold(raw, probe, at)
-    sharpness, scope = _sharpness(raw, at), _scope(raw, model, at)
-    mean = _one_of(raw, "reduce", ("last", "mean"), at) == "mean"
-    if raw.get("reduce") is not None and scope != "prompt":
+    above, threshold = _threshold(values, probe, at)
+    scope = _scope(values, model, at)
+    if values["reduce"] is not None and scope != "prompt":
         raise fail(
             f'{at}.reduce: a reduction over the prompt needs "scope": "prompt"; with '
             f'"{scope}" each token decides',
             f"{at}.reduce",
-            raw["reduce"],
+            values["reduce"],
         )
     return Condition(
         *tap,
@@ -100,42 +110,39 @@ def parse_when(
         probe.cosine,
         above,
         threshold,
-        sharpness,
+        values["sharpness"] or 0.0,
         scope,
         probe.name,
-        mean,
+        values["reduce"] == "mean",
     )
 
 
-def _probe(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> _Probe:
-    given = raw["probe"]
-    if isinstance(given, str):
-        return _named(given, raw, model, at)
-    if raw.get("index") is not None:
+def _probe(values: Values, model: "SteeredModel", at: str) -> _Probe:
+    probe = values["probe"]
+    if isinstance(probe, str):
+        return _named(probe, values, model, at)
+    if values["index"] is not None:
         raise fail(
             f"{at}.index selects a row of a named probe; omit it for a vector",
             f"{at}.index",
-            raw["index"],
+            values["index"],
         )
-    vector = parse_vector(given, model.hidden_size, model.dtype, f"{at}.probe")
-    cosine = raw.get("cosine", False)
-    if not isinstance(cosine, bool):
-        raise fail(f"{at}.cosine must be a boolean", f"{at}.cosine", cosine)
-    bias = finite(raw.get("bias", 0.0), f"{at}.bias")
+    vector = parse_vector(probe, model, f"{at}.probe")
+    bias, cosine = values["bias"] or 0.0, bool(values["cosine"])
     return _Probe(_unit(vector, cosine, at), bias, cosine, "none", None, "")
 
 
-def _named(name: str, raw: Mapping[str, Any], model: "SteeredModel", at: str) -> _Probe:
+def _named(name: str, values: Values, model: "SteeredModel", at: str) -> _Probe:
     for key in ("bias", "cosine"):
-        if raw.get(key) is not None:
+        if values[key] is not None:
             raise fail(
                 f"{at}.{key}: the probe {shown(name)} has its own; leave it out",
                 f"{at}.{key}",
-                raw[key],
+                values[key],
             )
     found = model.named.probe(name, f"{at}.probe")
     rows = len(found.bias)
-    index = raw.get("index", 0 if rows == 1 else None)
+    index = 0 if rows == 1 and values["index"] is None else values["index"]
     if not is_integer(index, 0, rows):
         raise fail(
             f"{at}.index: the probe {shown(name)} has {rows} rows; give the one that "
@@ -179,8 +186,8 @@ def _unit(vector: Vector, cosine: bool, at: str) -> Vector:
     return (wide / np.linalg.norm(wide)).astype(np.float32)
 
 
-def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) -> Tap:
-    layer, hook = raw.get("layer"), raw.get("hook")
+def _tap(values: Values, probe: _Probe, model: "SteeredModel", at: str) -> Tap:
+    layer, hook = values["layer"], values["hook"]
     if layer is None and hook is None and probe.tap is not None:
         layer, hook = probe.tap
     index = layer_index(layer)
@@ -208,17 +215,14 @@ def _tap(raw: Mapping[str, Any], probe: _Probe, model: "SteeredModel", at: str) 
     return layer, hook
 
 
-def _threshold(raw: Mapping[str, Any], probe: _Probe, at: str) -> tuple[bool, float]:
+def _threshold(values: Values, probe: _Probe, at: str) -> tuple[bool, float]:
     """Whether the condition fires above the threshold, and the threshold."""
-    given = [name for name in ("above", "below") if raw.get(name) is not None]
-    if len(given) != 1:
+    both = {name: values[name] for name in ("above", "below")}
+    if list(both.values()).count(None) != 1:
         raise fail(
-            f"{at}: give the threshold as above or as below, and not both",
-            at,
-            {name: raw.get(name) for name in ("above", "below")},
+            f"{at}: give the threshold as above or as below, and not both", at, both
         )
-    name = given[0]
-    value = finite(raw[name], f"{at}.{name}")
+    ((name, value),) = ((n, v) for n, v in both.items() if v is not None)
     if probe.activation == "sigmoid":
         if not 0 < value < 1:
             raise fail(
@@ -238,28 +242,21 @@ def _threshold(raw: Mapping[str, Any], probe: _Probe, at: str) -> tuple[bool, fl
     return name == "above", value
 
 
-def _sharpness(raw: Mapping[str, Any], at: str) -> float:
-    given = raw.get("sharpness")
-    if given is None:
-        return 0.0
-    value = finite(given, f"{at}.sharpness")
-    if value <= 0:
+def _scope(values: Values, model: "SteeredModel", at: str) -> Scope:
+    scope: Scope = values["scope"] or SCOPES[0]
+    sharpness = values["sharpness"]
+    if sharpness is not None and sharpness <= 0:
         raise fail(
             f"{at}.sharpness must be above 0; omit it for a gate that is 0 or 1",
             f"{at}.sharpness",
-            value,
+            sharpness,
         )
-    return value
-
-
-def _scope(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> Scope:
-    scope: Scope = _one_of(raw, "scope", SCOPES, at)
-    if scope == "rest" and raw.get("sharpness") is not None:
+    if scope == "rest" and sharpness is not None:
         raise fail(
             f"{at}.sharpness: with this scope the gate opens at the first token that "
             "fires, and is 0 or 1; omit sharpness",
             f"{at}.sharpness",
-            raw["sharpness"],
+            sharpness,
         )
     if scope == "rest" and model.placement.drafts:
         raise fail(
@@ -270,15 +267,3 @@ def _scope(raw: Mapping[str, Any], model: "SteeredModel", at: str) -> Scope:
             scope,
         )
     return scope
-
-
-def _one_of(raw: Mapping[str, Any], name: str, known: Any, at: str) -> Any:
-    value = raw.get(name)
-    value = known[0] if value is None else value
-    if value not in known:
-        raise fail(
-            f"{at}.{name}: {shown(value)} is not one of {list(known)}",
-            f"{at}.{name}",
-            value,
-        )
-    return value
