@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config.readouts import ReadoutConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.modules import (
     ModuleInfo,
@@ -20,6 +21,7 @@ from vllm.v1.readouts.modules import (
 )
 from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.residual.model_identity import identity_of_config
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
 
 if TYPE_CHECKING:
@@ -115,7 +117,14 @@ def described_file(
             model or hidden size.
 
     """
-    info = describe_module(name, path, load_module(name, path, tap))
+    try:
+        info = describe_module(name, path, load_module(name, path, tap))
+    except VLLMValidationError:
+        raise
+    except Exception as error:  # Whatever a library raises for a damaged file.
+        raise fail(
+            f"{name}: {path!r} cannot be read: {described(error)}", "path", path
+        ) from error
     if wanted and (info.kind == "sae") != (wanted == "sae"):
         what, option, route = f"a {info.kind}", "--readout-modules", "readouts/modules"
         if info.kind == "sae":

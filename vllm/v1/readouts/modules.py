@@ -35,6 +35,8 @@ FORMAT = "clearbox-readout-v1"
 ModuleKind: TypeAlias = Literal["probe", "translator", "sae"]
 
 ACTIVATIONS = ("none", "relu", "sigmoid", "softmax", "jumprelu")
+MAX_VECTORS = 4096
+"""Most vectors of one probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,6 +435,13 @@ def _probe(
             str(path),
         )
     k = vectors.shape[0]
+    if k > MAX_VECTORS:
+        raise fail(
+            f"{name}: it has {k} vectors, and a probe at most {MAX_VECTORS}; save them "
+            "as several probes",
+            "path",
+            str(path),
+        )
     bias, threshold = tensors.get("bias"), tensors.get("threshold")
     for label, one in (("bias", bias), ("threshold", threshold)):
         if one is not None and tuple(one.shape) != (k,):

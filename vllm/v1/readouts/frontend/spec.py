@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
-from vllm.v1.readouts.modules import ACTIVATIONS, ModuleInfo
+from vllm.v1.readouts.modules import ACTIVATIONS, MAX_VECTORS, ModuleInfo
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import Fail, is_float32, is_integer
@@ -28,8 +28,6 @@ from vllm.v1.steering.spec.arrays import as_array
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 ENTRY_POINTS = "vllm.readouts"
-MAX_VECTORS = 4096
-"""Directions of a probe given in the request."""
 MAX_TOKENS = 1024
 """Token ids of a lens, and features of an SAE, listed in a request."""
 

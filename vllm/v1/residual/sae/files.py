@@ -2,8 +2,6 @@
 """Reads tensors and settings from the files of an SAE; no code in them is run."""
 
 import json
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.residual.array_files import read_npz, read_pickled, read_safetensors
 from vllm.v1.residual.bounds import cut, shown
 
 Tensors = Mapping[str, torch.Tensor]
@@ -64,30 +63,23 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _safetensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        return read_safetensors(path)
+    except ValueError as error:
         raise bad_file(path, f"is not a safetensors file: {error}") from None
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
-    import numpy as np
-
     try:
-        with np.load(path, allow_pickle=False) as opened:
-            return {name: torch.from_numpy(opened[name]) for name in opened.files}
-    except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
+        return {name: torch.from_numpy(one) for name, one in read_npz(path).items()}
+    except (ValueError, TypeError) as error:
         raise bad_file(path, f"is not an archive of arrays: {error}") from None
 
 
 def _pickled(path: Path) -> dict[str, torch.Tensor]:
     try:
-        # `weights_only` refuses everything except plain data.
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        found = read_pickled(path)
+    except ValueError as error:
         raise bad_file(path, f"is not a file of tensors: {error}") from None
     if not isinstance(found, dict):
         raise bad_file(path, "must hold tensors by name")

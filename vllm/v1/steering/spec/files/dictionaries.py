@@ -12,16 +12,20 @@ Supported keys:
   see `NUMBERS`.
 """
 
-import pickle
 import re
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm.v1.residual.array_files import (
+    read_npy,
+    read_npz,
+    read_pickled,
+    read_safetensors,
+)
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.files.own import selected_keys
@@ -58,7 +62,7 @@ def read_dictionary(
     file = Path(path)
     if not file.is_file():
         raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
-    tensors = _tensors(_LOADERS.get(file.suffix, _load_pt)(file), file)
+    tensors = _tensors(_loaded(file), file)
     if key is not None:
         tensors = {str(name): tensor for name, tensor in tensors.items()}
         tensors = {name: tensors[name] for name in selected_keys(tensors, key, file)}
@@ -92,56 +96,23 @@ def read_dictionary(
     return vector_set(kept, origin, str(path))
 
 
-def _load_pt(file: Path) -> Any:
+_READERS: Mapping[str, tuple[Callable[[Path], Any], str]] = {
+    ".npz": (read_npz, "is not an .npz file of numbers"),
+    ".npy": (read_npy, "is not an .npy file of numbers"),
+    ".safetensors": (read_safetensors, "is not a safetensors file"),
+}
+"""By a file's ending: what reads it, and what a file that it cannot read is not."""
+
+
+def _loaded(file: Path) -> Any:
+    reader = (read_pickled, "cannot be read as tensors only")
+    read, otherwise = _READERS.get(file.suffix, reader)
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as e:
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        return read(file)
+    except ValueError as error:
         raise fail(
-            f"path: {file.name!r} cannot be read as tensors only: {reason}",
-            "path",
-            str(file),
+            f"path: {file.name!r} {otherwise}: {error}", "path", str(file)
         ) from None
-
-
-def _load_npz(file: Path) -> Any:
-    try:
-        with np.load(file, allow_pickle=False) as opened:
-            return {name: opened[name] for name in opened.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
-        raise fail(
-            f"path: {file.name!r} is not an .npz file of numbers: {error}",
-            "path",
-            str(file),
-        ) from None
-
-
-def _load_npy(file: Path) -> Any:
-    try:
-        return np.load(file, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise fail(
-            f"path: {file.name!r} is not an .npy file of numbers: {error}",
-            "path",
-            str(file),
-        ) from None
-
-
-def _load_safetensors(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise fail(
-            f"path: {file.name!r} is not a safetensors file: {error}",
-            "path",
-            str(file),
-        ) from None
-
-
-_LOADERS = {".npz": _load_npz, ".npy": _load_npy, ".safetensors": _load_safetensors}
 
 
 def _tensors(raw: Any, file: Path) -> dict[Any, Any]:

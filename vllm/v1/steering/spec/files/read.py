@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.residual.file_facts import split_facts
 from vllm.v1.residual.model_identity import ModelIdentity
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.sae.load import is_sae
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.spec.files.dictionaries import read_dictionary
@@ -123,6 +125,17 @@ def read_module(path: str | Path, reading: Reading | None = None) -> ModuleFile:
             does not apply to it.
 
     """
+    try:
+        return _read(path, reading)
+    except VLLMValidationError:
+        raise
+    except Exception as error:  # Whatever a library raises for a damaged file.
+        raise fail(
+            f"path: {str(path)!r} cannot be read: {described(error)}", "path", str(path)
+        ) from error
+
+
+def _read(path: str | Path, reading: Reading | None) -> ModuleFile:
     file, said = split_facts(path)
     reading = _together(Reading.parse(said) if said else None, reading)
     if not file.exists():
