@@ -61,17 +61,11 @@ between them is wrong. `ARCHITECTURE.md` shows the same."""
 NOT_YET = {
     ("vllm.v1.capture", "vllm.interop"),
     ("vllm.v1.capture", "vllm.v1.readouts"),
-    ("vllm.v1.capture", "vllm.v1.worker"),
     ("vllm.v1.readouts", "vllm.v1.capture"),
     ("vllm.v1.readouts", "vllm.v1.steering"),
-    ("vllm.v1.readouts", "vllm.v1.worker"),
-    ("vllm.v1.hooks", "vllm.v1.worker"),
     ("vllm.v1.steering", "vllm.v1.readouts"),
-    ("vllm.v1.steering", "vllm.v1.worker"),
     ("vllm.v1.residual", "vllm.v1.worker"),
-    ("vllm.config", "vllm.v1.capture"),
     ("vllm.config", "vllm.v1.steering"),
-    ("vllm.model_executor", "vllm.v1.capture"),
 }
 """Arrows that the map does not draw and that still exist."""
 CONSUMERS = "vllm.v1.capture.consumers"

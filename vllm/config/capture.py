@@ -125,8 +125,7 @@ def _json_or_text(value: str) -> Any:
 
 
 def _host_share() -> int:
-    from vllm.v1.capture.memory.budget import HOST_SHARE
-    from vllm.v1.capture.memory.machine import memory_bytes
+    from vllm.v1.residual.machine import HOST_SHARE, memory_bytes
 
     return memory_bytes() // HOST_SHARE
 

@@ -19,10 +19,11 @@ from tests.v1.steering.worker.test_phase import (
 )
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.program_op import intervene_rows
+from vllm.v1.residual.receipts import StepReceipt
 from vllm.v1.steering.conditions import Condition, Scope
 from vllm.v1.steering.operations import Details, Operation, operation
 from vllm.v1.steering.plan import SteeringTiers, pack
-from vllm.v1.steering.receipts import Receipt, StepReceipt
+from vllm.v1.steering.receipts import Receipt
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.logger import init_logger
+from vllm.v1.capture.worker import calls
 from vllm.v1.residual.capture_plan import CaptureEnd
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
     Needed if there may be no further step: a core in the process of its front end only
     runs while the front end has unfinished requests.
     """
-    from vllm.v1.worker import residual_rpc
-
-    core.model_executor.collective_rpc(residual_rpc.end_captures, args=(ends,))
+    core.model_executor.collective_rpc(calls.end_captures, args=(ends,))
 
 
 def deliver_ends(core: "EngineCore") -> None:
@@ -62,9 +61,7 @@ def deliver_ends(core: "EngineCore") -> None:
 
 def introduce_capture(core: "EngineCore", address: str) -> None:
     """Have all workers report their counters to the front end at `address`."""
-    from vllm.v1.worker import residual_rpc
-
-    core.model_executor.collective_rpc(residual_rpc.report_captures_to, args=(address,))
+    core.model_executor.collective_rpc(calls.report_captures_to, args=(address,))
 
 
 def note_model(core: "EngineCore") -> None:
@@ -73,15 +70,13 @@ def note_model(core: "EngineCore") -> None:
     They are its hook points, and whether a lens can use its head. If capture is
     enabled, the workers get the full map of hook points as well.
     """
-    from vllm.v1.worker import residual_rpc
-
-    stages = core.model_executor.collective_rpc(residual_rpc.hook_points_of)
+    stages = core.model_executor.collective_rpc(calls.hook_points_of)
     points = {layer: points for stage in stages for layer, points in stage.items()}
     config = core.vllm_config.capture_config
     config.hook_points = points
     if core.vllm_config.readout_config.enabled:
-        refusals = core.model_executor.collective_rpc(residual_rpc.lens_refusal_of)
+        refusals = core.model_executor.collective_rpc(calls.lens_refusal_of)
         known = [refusal for refusal in refusals if refusal is not None]
         core.vllm_config.readout_config.lens_refusal = next(iter(known), "")
     if config.enabled:
-        core.model_executor.collective_rpc(residual_rpc.set_hook_points, args=(points,))
+        core.model_executor.collective_rpc(calls.set_hook_points, args=(points,))

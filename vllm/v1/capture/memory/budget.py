@@ -10,12 +10,9 @@ from collections import Counter
 from typing import Protocol
 
 from vllm.logger import init_logger
-from vllm.v1.capture.memory.machine import memory_bytes
+from vllm.v1.residual.machine import HOST_SHARE, memory_bytes
 
 logger = init_logger(__name__)
-
-HOST_SHARE = 4
-"""The default budget is the machine's memory divided by this."""
 
 
 class HostBudget:

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.worker import residual_hooks
+from vllm.v1.hooks.worker import calls
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def take_hook_results(core: "EngineCore", key: str) -> list[bytes | None]:
     """Take a request's results from each worker, where they are removed."""
     found: list[bytes | None] = core.model_executor.collective_rpc(
-        residual_hooks.take_results, args=(key,)
+        calls.take_results, args=(key,)
     )
     return found
 
@@ -20,11 +20,11 @@ def take_hook_results(core: "EngineCore", key: str) -> list[bytes | None]:
 def prefetch_parameters(core: "EngineCore", names: list[str]) -> list[str]:
     """Keep whole parameters in every worker; returns the unknown names."""
     missing: list[list[str]] = core.model_executor.collective_rpc(
-        residual_hooks.prefetch_parameters, args=(names,)
+        calls.prefetch_parameters, args=(names,)
     )
     return missing[0]
 
 
 def clear_parameters(core: "EngineCore") -> None:
     """Drop the kept parameters."""
-    core.model_executor.collective_rpc(residual_hooks.clear_parameters)
+    core.model_executor.collective_rpc(calls.clear_parameters)

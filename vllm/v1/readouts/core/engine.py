@@ -4,6 +4,7 @@
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.worker import calls
 from vllm.v1.steering.core.saes import uses_of
 
 if TYPE_CHECKING:
@@ -30,15 +31,13 @@ def load_readout_module(
         ReadoutValidationError: it would replace an SAE that steering uses.
 
     """
-    from vllm.v1.worker import residual_rpc
-
     _check_unused(core, name)
     place = None if tap is None else (int(tap[0]), str(tap[1]))
     rpc = core.model_executor.collective_rpc
     try:
-        rpc(residual_rpc.load_module, args=(name, path, place))
+        rpc(calls.load_module, args=(name, path, place))
     except Exception:
-        rpc(residual_rpc.unload_module, args=(name,))
+        rpc(calls.unload_module, args=(name,))
         _saes(core).pop(name, None)
         raise
     _saes(core)[name] = fingerprint
@@ -51,11 +50,9 @@ def unload_readout_module(core: "EngineCore", name: str) -> None:
         ReadoutValidationError: it is an SAE that steering uses.
 
     """
-    from vllm.v1.worker import residual_rpc
-
     _check_unused(core, name)
     _saes(core).pop(name, None)
-    core.model_executor.collective_rpc(residual_rpc.unload_module, args=(name,))
+    core.model_executor.collective_rpc(calls.unload_module, args=(name,))
 
 
 def _saes(core: "EngineCore") -> dict[str, str]:
@@ -71,10 +68,8 @@ def _check_unused(core: "EngineCore", name: str) -> None:
 
 def readout_status(core: "EngineCore") -> dict[str, Any]:
     """`{"rows", "seconds"}` by kind of readout, summed over ranks; CPU seconds."""
-    from vllm.v1.worker import residual_rpc
-
     total: dict[str, dict[str, float]] = {}
-    for rank in core.model_executor.collective_rpc(residual_rpc.readout_counters):
+    for rank in core.model_executor.collective_rpc(calls.readout_counters):
         for kind, counts in rank.items():
             own = total.setdefault(kind, {"rows": 0, "seconds": 0.0})
             for name, value in counts.items():
@@ -89,12 +84,8 @@ def decoded_rows(core: "EngineCore", rows: bytes, count: int) -> dict[str, Any]:
         ValueError: readouts are off, or the model has no head that supports this.
 
     """
-    from vllm.v1.worker import residual_rpc
-
     _check_enabled(core)
-    ranks = core.model_executor.collective_rpc(
-        residual_rpc.decode_rows, args=(rows, count)
-    )
+    ranks = core.model_executor.collective_rpc(calls.decode_rows, args=(rows, count))
     return _sent(next(logits for logits in ranks if logits is not None))
 
 
@@ -109,12 +100,8 @@ def unembedding_rows(core: "EngineCore", tokens: list[int]) -> dict[str, Any]:
         ValueError: readouts are off, or the weights are not kept as they are.
 
     """
-    from vllm.v1.worker import residual_rpc
-
     _check_enabled(core)
-    ranks = core.model_executor.collective_rpc(
-        residual_rpc.unembedding_rows, args=(tokens,)
-    )
+    ranks = core.model_executor.collective_rpc(calls.unembedding_rows, args=(tokens,))
     # Each rank has the rows of its own tokens, and zeros for the others'.
     found = [rows for rows in ranks if rows is not None]
     whole = found[0][0]

@@ -12,9 +12,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, TokenTable
 from vllm.v1.readouts.worker.jobs import Entry
 from vllm.v1.residual.readout_plan import ReadoutPart, RequestReadouts
+from vllm.v1.residual.receipts import Fired, StepReceipt
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.receipts import Fired, StepReceipt
 
 MOST_WAITING_BYTES = 1 << 18
 """Largest results of a step that are kept until they are sent with later ones."""

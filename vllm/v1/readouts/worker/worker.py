@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import (
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker import probe_kernel, sum_kernel
-from vllm.v1.readouts.worker.head import Head
+from vllm.v1.readouts.worker.head import ELSEWHERE, Head
 from vllm.v1.readouts.worker.jobs import (
     ROWS,
     Job,
@@ -127,6 +127,11 @@ class WorkerReadouts:
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests
+
+    @property
+    def lens_refusal(self) -> str | None:
+        """Why the model has no lens; empty if it has, None on ranks without a head."""
+        return None if self.head.refusal == ELSEWHERE else self.head.refusal
 
     def compile_kernels(self, staging: torch.Tensor) -> None:
         """Compile what steps with readouts launch, before there are requests.

@@ -24,6 +24,7 @@ from vllm.v1.steering.spec.limits import (
     find_overflow,
     too_much_with_shared,
 )
+from vllm.v1.steering.worker import calls
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -34,10 +35,8 @@ logger = init_logger(__name__)
 
 def dynamic_steering(core: "EngineCore") -> list[dict[str, Any]]:
     """What consumers that run within the step have set, by worker."""
-    from vllm.v1.worker import residual_rpc
-
     rpc = core.model_executor.collective_rpc
-    found: list[dict[str, Any]] = rpc(residual_rpc.dynamic_status)
+    found: list[dict[str, Any]] = rpc(calls.dynamic_status)
     return found
 
 
@@ -166,14 +165,12 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
 
 
 def _change_on_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
-    from vllm.v1.worker import residual_rpc
-
     executor: Any = core.model_executor
     if is_on_the_host(executor.sleeping_tags):
         raise SteeringChangeError("the engine sleeps; nothing has changed")
     rpc = executor.collective_rpc
-    failures = [e for e in rpc(residual_rpc.stage_steering, args=(tiers,)) if e]
-    rpc(residual_rpc.commit_steering, args=(not failures,))
+    failures = [e for e in rpc(calls.stage_steering, args=(tiers,)) if e]
+    rpc(calls.commit_steering, args=(not failures,))
     if failures:
         raise SteeringChangeError(f"no rank has changed its steering: {failures[0]}")
 
@@ -242,10 +239,8 @@ def _eager_steps(core: "EngineCore") -> dict[str, int]:
     A step counts once for each reason. Tensor-parallel ranks have equal counts; a
     pipeline stage counts the steps that involve its own layers.
     """
-    from vllm.v1.worker import residual_rpc
-
     found: dict[str, int] = {}
-    for counts in core.model_executor.collective_rpc(residual_rpc.eager_steps):
+    for counts in core.model_executor.collective_rpc(calls.eager_steps):
         for reason, count in counts.items():
             found[reason] = max(found.get(reason, 0), count)
     return found

@@ -8,7 +8,7 @@ request computes again; tokens after the end are left out in the front end.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.steering.receipts import ReceiptPart, StepReceipt
+from vllm.v1.residual.receipts import ReceiptPart, StepReceipt
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.v1.residual.receipts import Fired, FiredLabel
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.core.name_log import NamesLog
 from vllm.v1.steering.core.prefix_cache import (
@@ -14,7 +15,6 @@ from vllm.v1.steering.core.prefix_cache import (
     forget,
 )
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, tiers_of, with_tiers
-from vllm.v1.steering.receipts import Fired, FiredLabel
 from vllm.v1.steering.slots import Slots, SlotUse, SteeringStep
 
 if TYPE_CHECKING:

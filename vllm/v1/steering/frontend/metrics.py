@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
-from vllm.v1.steering.receipts import Fired
+from vllm.v1.residual.receipts import Fired
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

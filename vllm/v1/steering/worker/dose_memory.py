@@ -8,9 +8,10 @@ import torch
 from msgspec import structs
 
 from vllm.model_executor.layers.residual.program import NO_GATE
+from vllm.v1.residual.receipts import Effect
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.receipts import Effect, effect_of
+from vllm.v1.steering.receipts import effect_of
 from vllm.v1.steering.worker.gates import Gate
 from vllm.v1.steering.worker.stages import Reader
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.residual.receipts import ReceiptPart, StepReceipt
 from vllm.v1.residual.step_view import StepView
-from vllm.v1.steering.receipts import ReceiptPart, StepReceipt
 from vllm.v1.steering.worker.phase import Phase
 
 

@@ -7,8 +7,9 @@ host without waiting for it, and go out with the step's output.
 
 import torch
 
+from vllm.v1.residual.receipts import Fired, FiredLabel
 from vllm.v1.steering.conditions import Condition
-from vllm.v1.steering.receipts import FIRES_ABOVE, Fired, FiredLabel
+from vllm.v1.steering.receipts import FIRES_ABOVE
 
 MOST_CONDITIONS = 256
 """Most conditions that are counted separately; further ones are counted together."""

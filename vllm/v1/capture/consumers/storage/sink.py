@@ -15,13 +15,13 @@ from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task
 from vllm.v1.capture.delivery.spill import RowFiles
 from vllm.v1.capture.groups import AnyChunk, GroupChunk, GroupEnd, GroupSink
-from vllm.v1.capture.memory.machine import memory_bytes, writer_threads
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
     CaptureKey,
     CaptureResult,
 )
+from vllm.v1.residual.machine import memory_bytes, writer_threads
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.sizes import row_bytes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and threads that the machine or container offers to capture."""
+"""Memory and threads that the machine or container offers."""
 
 from functools import cache
 
@@ -7,6 +7,9 @@ import psutil
 
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit
 from vllm.utils.torch_utils import available_cpu_count
+
+HOST_SHARE = 4
+"""The default budget is the machine's memory divided by this."""
 
 
 @cache

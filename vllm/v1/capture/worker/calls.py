@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine core calls in workers for captures, by `collective_rpc`.
+
+Each function gets the worker. They are sent by name, so they stay at module level.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from vllm.v1.residual.capture_plan import CaptureEnd
+
+HookPoints: TypeAlias = dict[int, tuple[str, ...]]
+
+
+def hook_points_of(worker: Any) -> HookPoints:
+    """For `collective_rpc`: the hook points of a worker's layers."""
+    points: HookPoints = worker.model_runner.residual.hook_points
+    return points
+
+
+def lens_refusal_of(worker: Any) -> str | None:
+    """For `collective_rpc`: why the model has no lens; None on ranks without its head.
+
+    Empty if it has, or nothing is read out.
+    """
+    readouts = worker.model_runner.residual.readouts
+    refusal: str | None = "" if readouts is None else readouts.lens_refusal
+    return refusal
+
+
+def set_hook_points(worker: Any, points: HookPoints) -> None:
+    """For `collective_rpc`: set the hook points of all layers, over all stages."""
+    worker.vllm_config.capture_config.hook_points = points
+
+
+def end_captures(worker: Any, ends: Sequence[CaptureEnd]) -> None:
+    """For `collective_rpc`: end captures while the engine runs no step."""
+    worker.model_runner.residual.end_captures(ends)
+
+
+def report_captures_to(worker: Any, address: str) -> None:
+    """For `collective_rpc`: report counters to the front end at `address`."""
+    worker.model_runner.residual.report_captures_to(address)
