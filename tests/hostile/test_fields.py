@@ -7,8 +7,19 @@ import pytest
 
 from tests.hostile.client import Client
 from vllm import SamplingParams
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.generate.generative_scoring.serving import (
+    GenerativeScoringRequest,
+)
+from vllm.entrypoints.generate.structured_decisions.protocol import (
+    StructuredDecisionRequest,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.utils.residual_fields import (
     FIELDS,
@@ -25,6 +36,16 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
     (CompletionRequest, {"prompt": "x"}),
     (ChatCompletionRequest, CHAT),
 ]
+GENERATING = [
+    AnthropicMessagesRequest,
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+    GenerativeScoringRequest,
+    ResponsesRequest,
+    StructuredDecisionRequest,
+]
 MEANT = {
     "steering_vector": "did you mean steering_vectors?",
     "Steering_Vectors": "did you mean steering_vectors?",
@@ -37,7 +58,7 @@ MEANT = {
     "STEERING_NAME": "did you mean steering_name?",
     "my_patches": "patching",
     "dispatches": "the fields are",
-    "steering_scale": '"scale"',
+    "steering_scale": "did you mean steering",
     "vectors": "steering_vectors",
     "steering": "steering_vectors",
     "clamps": "steering_clamps",
@@ -46,6 +67,12 @@ MEANT = {
     "conversation_id": "conversations",
     "capture_layers": "inline",
 }
+PEERS = (
+    *("extra_args", "hidden_states", "control_vector", "sae_clamp_specs"),
+    *("sae_full_reconstruction_specs", "controller", "intervene", "interventions"),
+    "hotwire",
+)
+"""Fields that other systems give a meaning to."""
 
 
 def unread(kind: Any) -> list[str]:
@@ -64,6 +91,50 @@ def test_a_field_that_is_not_supported_is_refused(
         message = str(refused.value)
         assert name in message and MEANT[name] in message, message
         assert refused.value.parameter == name
+
+
+@pytest.mark.parametrize("kind", GENERATING, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("value", [None, "x", {"a": 1}, [1]])
+def test_no_request_ignores_a_field_of_another_system(kind: Any, value: Any) -> None:
+    for name in PEERS:
+        for where, body in (
+            (name, {name: value}),
+            (f"vllm_xargs.{name}", {"vllm_xargs": {"skip_reading_prefix_cache": 1,
+                                                   name: value}}),
+        ):  # fmt: skip
+            if name == "extra_args" and where != name:
+                continue
+            with pytest.raises(VLLMValidationError) as refused:
+                kind.model_validate({"model": "m", **body})
+            assert refused.value.parameter == where
+            assert "use " in str(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize("name", sorted({*PEERS, "nnsight"} - {"extra_args"}))
+def test_no_request_of_the_python_interface_does(name: str) -> None:
+    known = {"output_residual_stream": [15], "skip_reading_prefix_cache": True}
+    with pytest.raises(ValueError, match=name):
+        refuse_args(SamplingParams(extra_args={**known, name: "x"}).extra_args)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_every_generating_route_of_a_server_refuses_them(client: Client) -> None:
+    paths = {
+        "/v1/completions": {"prompt": [20, 30], "max_tokens": 1},
+        "/v1/chat/completions": CHAT,
+        "/v1/chat/completions/batch": {"messages": [CHAT["messages"]]},
+        "/v1/responses": {"input": "x"},
+        "/v1/messages": {**CHAT, "max_tokens": 1},
+        "/inference/v1/generate": {"token_ids": [20], "sampling_params": {}},
+        "/invocations": {"prompt": [20, 30], "max_tokens": 1},
+        "/generative_scoring": {"query": "x", "items": ["y"], "label_token_ids": [5]},
+    }
+    for path, body in paths.items():
+        for name in PEERS:
+            reply = client.post(path, {"model": "tiny", **body, name: {"a": 1}})
+            assert reply.status == 400, (path, name, reply)
+            assert name in str(reply.body), (path, name, reply)
 
 
 @pytest.mark.parametrize(("kind", "body"), KINDS)

@@ -49,8 +49,14 @@ def steering_keys(args: Namespace) -> list[bytes]:
     return [hashlib.sha256(form).digest() for form in written]
 
 
-OPEN_UPSTREAM = frozenset({"/invocations"})
-"""Generating routes that upstream's API key does not protect."""
+OPEN_UPSTREAM = frozenset(
+    {
+        *("/invocations", "/generative_scoring"),
+        *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
+    }
+)
+"""Routes that generate, or change the engines, and that upstream's API key does not
+protect."""
 
 
 def captures_or_steers(args: Namespace) -> bool:
@@ -66,7 +72,7 @@ ENABLING = (
 
 
 def needs_server_key(scope: Mapping[str, Any]) -> bool:
-    """Whether upstream leaves the route open although it may capture or steer."""
+    """Whether upstream leaves the route of a server that captures or steers open."""
     path = _path(scope)
     if scope.get("type") != "http" or path not in OPEN_UPSTREAM:
         return False

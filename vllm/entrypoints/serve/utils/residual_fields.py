@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejects unsupported and misspelt request fields for capture and steering.
+"""Rejects request fields that ask for what is not done.
 
 Upstream's request classes ignore unknown fields. A field that captures, steers or
 patches in another system, or is misspelt, must not be ignored: the response would look
@@ -52,26 +52,27 @@ _NO_QK = (
 )
 _LENS = "put it into vllm_xargs, on a server with --vllm-lens-api"
 
+_STEER = "use steering_vectors: {HOOK: {LAYER: vector}}"
+_SAE = (
+    'use steering_vectors with {"op": "feature", "sae": NAME, "feature": i, "value": v}'
+)
+
 FOREIGN: dict[str, str] = {
-    # Fields of an earlier public fork that are not supported.
+    # The earlier public fork's.
     "patch": _NO_PATCH,
     "patch_vectors": _NO_PATCH,
-    # Fields of our routes and Python API, and names easily mistaken for ours.
-    "steering_scale": 'give it with the vector: {"vector": [...], "scale": s}, or with '
-    'the name: {"name": n, "scale": s}',
-    "steering_layer": "the layer is a key: steering_vectors: {HOOK: {LAYER: vector}}",
+    "sae_clamp_specs": _SAE,
+    "sae_full_reconstruction_specs": _SAE,
+    # Of our routes, whose requests have longer names.
     "vectors": "use steering_vectors",
     "prefill_vectors": "use prefill_steering_vectors",
     "decode_vectors": "use decode_steering_vectors",
     "clamps": "use steering_clamps",
     "prefill_clamps": "use prefill_steering_clamps",
     "decode_clamps": "use decode_steering_clamps",
-    "capture_consumers": "start the server with --capture-consumers and send capture: "
-    "{CONSUMER: {...}}",
-    # Keys of vllm-lens in vllm_xargs and extra_args, and names of its client.
+    # vllm-lens', in vllm_xargs and extra_args, and its client's.
     "output_residual_stream": f"{_LENS}; or {_CAPTURE_ALL}",
-    "apply_steering_vectors": f"{_LENS}; or use steering_vectors: {{HOOK: {{LAYER: "
-    "vector}}",
+    "apply_steering_vectors": f"{_LENS}; or {_STEER}",
     "apply_hooks": f"{_LENS}; or use steering_vectors and readouts",
     "capture_layers": _CAPTURE_ALL,
     "output_qk": _NO_QK,
@@ -79,8 +80,22 @@ FOREIGN: dict[str, str] = {
     "activations_transport": "leave it out; for rows in binary form use capture and "
     "the header Accept: application/safetensors",
     "hooks": f"send them as apply_hooks; {_LENS}",
+    # Of other servers and clients.
+    "extra_args": "it is a parameter of SamplingParams; over HTTP use vllm_xargs",
+    "hidden_states": _CAPTURE_ALL,
+    "output_hidden_states": _CAPTURE_ALL,
+    "return_hidden_states": _CAPTURE_ALL,
+    "control_vector": _STEER,
+    "control_vectors": _STEER,
+    "controller": _SAE,
+    "intervene": _STEER,
+    "intervention": _STEER,
+    "interventions": _STEER,
+    "hotwire": _STEER,
+    "nnsight": "code of a client does not run here; use capture, readouts and "
+    "steering_vectors",
 }
-"""By name of a field in another system: what to use instead."""
+"""By name of a field or key that another system gives a meaning to: what to use."""
 
 _DISTINCT = tuple({*FIELDS, *HONOURED_ARGS} - {"steering", "conversation_id"})
 """Names that others' fields do not resemble, as `string` and `conversation` would."""
@@ -145,9 +160,9 @@ def refuse_unsupported(model_class: Any, data: Any) -> None:
             raise _error(name, f"{name}: {_elsewhere(model_class)}")
     for name in sorted(OBJECTS.keys() & data.keys()):
         _refuse_other_kinds(name, data[name])
-    refuse_unknown(data.keys() - known, known & set(FIELDS))
     for name in ARGS:
         refuse_args(data.get(name), name)
+    refuse_unknown(data.keys() - known, known & set(FIELDS))
     _refuse_nested(model_class, data)
     _refuse_shared_request_id(data)
 
