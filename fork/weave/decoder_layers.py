@@ -14,7 +14,7 @@ from .finding import decoder_layers, may_hold_layers
 from .insertion import Decoration, insert
 from .interpreter import Interpreter
 from .layer_class import LayerClass, Module
-from .mlp_points import MLP_POINTS, place_mlp, prove_mlp
+from .mlp_points import MLP_POINTS, adds_mlp_out, place_mlp, prove_mlp
 from .placement import BLOCK, Site, final_terms, place
 from .proof import prove
 from .rules import NOT_TAPPED, REFUSED, RULES, Rule
@@ -38,6 +38,8 @@ class TappedLayer:
     """Reasons for which individual layers are refused at start-up."""
     no_mlp: str = ""
     """Why it lacks `mlp_in` and `mlp_out`; empty if it has them."""
+    adds_mlp_out: bool = False
+    """Whether it adds what `mlp_out` holds to the stream, unchanged."""
     meaning: str = ""
     """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
 
@@ -133,6 +135,7 @@ class _Plan:
     rule: Rule
     sites: tuple[Site, ...]
     mlp_sites: tuple[Site, ...] = ()
+    adds_mlp_out: bool = False
     no_mlp: str = ""
     meaning: str = ""
 
@@ -152,6 +155,7 @@ class _Plan:
             inherits="" if own else self.cls.bases[0],
             unless=tuple(self.rule.unless.values()),
             no_mlp=self.no_mlp,
+            adds_mlp_out=self.adds_mlp_out,
             meaning=self.meaning,
         )
 
@@ -170,13 +174,14 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
             sites = tuple(place_mlp(_traces(cls, rule), early))
             plan = replace(without, mlp_sites=sites)
             woven = _woven(parsed, [plan])
-            for trace in _traces(woven.classes[name], rule):
+            traces = _traces(woven.classes[name], rule)
+            for trace in traces:
                 prove_mlp(trace)
             _prove(woven, plan)
         except Unprovable as error:
             reason = reason or str(error)
         else:
-            return plan
+            return replace(plan, adds_mlp_out=adds_mlp_out(traces))
     return replace(without, no_mlp=reason)
 
 
@@ -200,7 +205,8 @@ def _woven(parsed: Module, plans: list[_Plan]) -> Module:
         for site in (*plan.sites, *plan.mlp_sites)
     ]
     records = {
-        p.cls.node: Decoration(p.points(), p.rule.unless, p.rule.runs) for p in own
+        p.cls.node: Decoration(p.points(), p.rule.unless, p.rule.runs, p.adds_mlp_out)
+        for p in own
     }
     return Module(insert(parsed.tree, sites, records))
 

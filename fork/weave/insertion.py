@@ -33,11 +33,15 @@ class Decoration:
     points: tuple[str, ...]
     unless: Mapping[str, str]
     runs: str = ""
+    adds_mlp_out: bool = False
+    """Whether the layer adds what `mlp_out` holds to the stream, unchanged."""
 
     def decorator(self) -> cst.Decorator:
         """The decorator that records the points."""
         points = ", ".join(f'"{point}"' for point in self.points)
-        return cst.Decorator(cst.parse_expression(f"residual_tap.tapped({points})"))
+        facts = ", adds_mlp_out=True" if self.adds_mlp_out else ""
+        text = f"residual_tap.tapped({points}{facts})"
+        return cst.Decorator(cst.parse_expression(text))
 
     def members(self) -> list[cst.BaseStatement]:
         """The properties `hook_points_unless` and `hook_points_runs`, if needed."""

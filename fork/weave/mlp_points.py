@@ -127,6 +127,31 @@ def prove_mlp(trace: Trace) -> None:
                 raise Unprovable(f"{MLP_OUT} is reduced over ranks after it")
 
 
+def adds_mlp_out(traces: Sequence[Trace]) -> bool:
+    """Whether every path adds to the stream what `mlp_out` holds, unchanged.
+
+    A norm behind the MLP makes another term of it, and a multiplier scales it.
+
+    Args:
+        traces: all paths through the woven layer.
+    """
+    return all(_adds_mlp_out(trace) for trace in traces)
+
+
+def _adds_mlp_out(trace: Trace) -> bool:
+    taps = [event for event in trace.events if event.kind == "tap"]
+    if not taps or taps[-1].label.split()[1] != BLOCK:
+        return False
+    leaving = [
+        (term.point, weight.scalings)
+        for tensor in taps[-1].tensors
+        if tensor is not None
+        for term, weight in tensor.terms.items()
+    ]
+    scaled = any(scalings for _, scalings in leaving)
+    return not scaled and any(point == MLP_OUT for point, _ in leaving)
+
+
 def _mixers(trace: Trace) -> set[Term]:
     held = (term for event in trace.events for term in event.held())
     return {term for term in held if term.role is Role.MIXER}

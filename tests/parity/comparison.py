@@ -59,9 +59,25 @@ def compare(answers: Answers, reference: Reference, bounds: Bounds) -> Compared:
             compared.wrong_rows.append(f"{answer.steered}: rows of other taps came")
         elif answer.steered is None:
             _plain(answer, reference, bounds, compared)
+            if answers.equal_points and answers.dtype is torch.float32:
+                _check_added(answer, compared)
         else:
             _steered(answer, answer.steered, reference, bounds, compared)
     return compared
+
+
+def _check_added(answer: Answer, compared: Compared) -> None:
+    """TransformerLens' `hook_mlp_out` is what is added between its streams."""
+    for layer, hook in answer.rows:
+        if hook != "mlp_out" or (layer, "post_attn") not in answer.rows:
+            continue
+        before, added, after = (
+            answer.rows[layer, point]
+            for point in ("post_attn", "mlp_out", "post_block")
+        )
+        error = ((before + added - after).norm() / after.norm()).item()
+        if error > compared.tolerance:
+            compared.wrong_rows.append(f"mlp_add of layer {layer}: {error:.2g}")
 
 
 def _check_rows(

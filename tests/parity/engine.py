@@ -38,6 +38,8 @@ class Answers:
     hook_points: dict[int, tuple[str, ...]]
     dtype: torch.dtype
     requests: list[Answer]
+    equal_points: dict[str, str]
+    """Names of other systems that mean one of the hook points in this model."""
 
 
 def tokens(length: int, seed: int) -> list[int]:
@@ -79,6 +81,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
     from tests.support.captured import Keeper
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import registry
+    from vllm.v1.residual.addresses import equal_points, without_aliases
 
     stand_in(case.stand_ins)
     # Upstream inspects every model class in a new process, once per version of its
@@ -106,7 +109,8 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
     }
     llm = LLM(**arguments | dict(case.engine) | options)
     engine = llm.llm_engine
-    points = engine.vllm_config.capture_config.hook_points or {}
+    named = engine.vllm_config.capture_config.hook_points or {}
+    points = without_aliases(named)
     taps = [(layer, hook) for layer in sorted(points) for hook in points[layer]]
     assert 0 < len(taps) <= MAX_TAPS, f"{len(taps)} taps"
     asked = requests(taps)
@@ -143,5 +147,4 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
         )
         for (tap, prompt), output in zip(asked, outputs)
     ]
-    found = {layer: tuple(names) for layer, names in points.items()}
-    return Answers(found, case.torch_dtype, answers)
+    return Answers(points, case.torch_dtype, answers, equal_points(named))

@@ -14,6 +14,7 @@ from vllm.capture_dataset.shards import groups
 from vllm.capture_dataset.spec import ModelFacts, OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.v1.capture.errors import fail
+from vllm.v1.residual.addresses import why_not
 from vllm.v1.residual.selectors import first_outside, parse_positions
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -44,7 +45,11 @@ class Plan:
         """
         tokens = Tokens(runner.tokenizer, survey.spec.chat, survey.spec.truncate)
         model = replace(runner.model, tokenizer=tokens.digest())
+        hooks = dict.fromkeys(model.equal_points.get(h, h) for h in rows.hooks)
+        rows = replace(rows, hooks=tuple(hooks))
         rows = replace(rows, layers=_layers(rows, model))
+        if output.format == "saelens":
+            _check_names(rows, model)
         plan = cls(survey, rows, output, model, tokens)
         plan._check_lengths()
         if rows.readouts:
@@ -203,8 +208,29 @@ def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:
                 raise fail(
                     f"layers: layer {layer} of this model of {model.num_layers} layers "
                     f"has no hook point {hook!r}; layer 0 has "
-                    f"{list(model.hook_points.get(0, ()))}",
+                    f"{list(model.hook_points.get(0, ()))}"
+                    f"{why_not(hook, model.hook_points.get(layer, ()))}",
                     "layers",
                     layer,
                 )
     return layers
+
+
+def _check_names(rows: RowsSpec, model: ModelFacts) -> None:
+    """Refuse hook points that have no name in TransformerLens.
+
+    Its `hook_mlp_in` is the stream before the norm, its `hook_mlp_out` what the MLP
+    adds to the stream.
+
+    Raises:
+        CaptureValidationError: naming the hook point.
+
+    """
+    known = {"pre_attn", "post_attn", "post_block", *model.equal_points.values()}
+    if unknown := [hook for hook in rows.hooks if hook not in known]:
+        raise fail(
+            f"hook: {unknown[0]!r} of this model has no name in TransformerLens, which "
+            f"the format saelens needs; use {sorted(known)}, or another --format",
+            "hook",
+            unknown[0],
+        )

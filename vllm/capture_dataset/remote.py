@@ -97,6 +97,7 @@ class ServerRunner:
                 "server",
                 self._url,
             )
+        self._equal_points = status.get("equal_points", {})
         return {
             int(layer): tuple(points) for layer, points in status["hook_points"].items()
         }
@@ -117,6 +118,7 @@ class ServerRunner:
             max_model_len=int(model["max_model_len"]),
             dtype=dtype,
             hook_points=self._points,
+            equal_points=self._equal_points,
         )
 
     def _try(self) -> tuple[int, str]:

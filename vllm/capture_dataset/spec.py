@@ -103,9 +103,12 @@ class ModelFacts:
     dtype: str
     """Dtype of the residual stream, such as `bfloat16`."""
     hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    equal_points: dict[str, str] = field(default_factory=dict)
+    """Second names of hook points, see `residual/addresses.py`."""
 
     def as_dict(self) -> dict[str, Any]:
         """The model's entry in the manifest."""
         facts = asdict(self)
         facts.pop("hook_points")
+        facts.pop("equal_points")
         return facts

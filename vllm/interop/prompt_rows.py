@@ -8,7 +8,7 @@ import torch
 
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import SamplingParams
-from vllm.v1.residual.addresses import parse_address
+from vllm.v1.residual.addresses import own_tap, parse_address
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -76,9 +76,11 @@ def prompt_rows(
         CPU and in the model's dtype.
 
     """
+    points = llm.llm_engine.vllm_config.capture_config.hook_points or {}
     params = SamplingParams(
         max_tokens=1, temperature=0, detokenize=False, capture=capture_spec(taps)
     )
     prompts = [TokensPrompt(prompt_token_ids=list(ids)) for ids in tokens]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [rows_of(output) for output in outputs]
+    rows = [rows_of(output) for output in outputs]
+    return [{tap: own[own_tap(tap, points)] for tap in taps} for own in rows]

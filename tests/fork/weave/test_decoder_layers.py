@@ -131,7 +131,27 @@ def test_every_return_is_tapped() -> None:
 def test_the_points_are_recorded_on_the_class() -> None:
     text = woven(mini.PLAIN).source or ""
     record = '@residual_tap.tapped("pre_attn", "post_attn", "post_block", "mlp_in", '
-    assert record + '"mlp_out")\nclass MiniDecoderLayer' in text
+    assert record + '"mlp_out", adds_mlp_out=True)\nclass MiniDecoderLayer' in text
+
+
+@pytest.mark.parametrize(
+    ("source", "adds"),
+    [
+        (mini.PLAIN, True),
+        (mini.FUSED, True),
+        (mini.PARALLEL, True),
+        (mini.IN_PLACE, True),
+        (mini.SANDWICH, False),
+        (mini.SCALED, False),
+        (mini.MIXER_ONLY, False),
+    ],
+    ids=["plain", "fused", "parallel", "in place", "norms behind", "scaled", "no mlp"],
+)
+def test_it_is_known_whether_the_output_of_the_mlp_is_what_is_added(
+    source: str, adds: bool
+) -> None:
+    (layer,) = woven(source).layers
+    assert layer.adds_mlp_out is adds
 
 
 def test_the_import_comes_before_the_first_class() -> None:

@@ -3,7 +3,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.residual.addresses import ALIASES, hook_name, parse_address, resolve_tap
+from vllm.v1.residual.addresses import (
+    ALIASES,
+    MLP_ADD,
+    equal_points,
+    hook_name,
+    own_point,
+    parse_address,
+    resolve_tap,
+    why_not,
+    without_aliases,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,6 +25,8 @@ from vllm.v1.residual.addresses import ALIASES, hook_name, parse_address, resolv
         ("blocks.3.ln2.hook_in", (3, "post_attn")),
         ("blocks.7.hook_out", (7, "post_block")),
         ("mlp_out.2", (2, "mlp_out")),
+        ("blocks.2.mlp.hook_out", (2, "mlp_out")),
+        ("blocks.2.hook_mlp_out", (2, "mlp_add")),
         ("post_attn.1", (1, "post_attn")),
         ("post_block", None),
         ("blocks.01.hook_out", None),
@@ -50,4 +62,18 @@ def test_any_text_is_an_address_or_none(text: str) -> None:
 
 
 def test_no_name_has_two_meanings() -> None:
-    assert not set(ALIASES) & set(ALIASES.values())
+    assert set(ALIASES) & set(ALIASES.values()) == {MLP_ADD}
+
+
+def test_what_the_mlp_adds_is_its_output_only_where_a_layer_says_so() -> None:
+    plain, other = ("post_block", "mlp_out", MLP_ADD), ("post_block", "mlp_out")
+    assert own_point(MLP_ADD, plain) == "mlp_out"
+    assert own_point(MLP_ADD, other) == MLP_ADD
+    assert own_point("post_block", other) == "post_block"
+    assert "a norm or a multiplier" in why_not(MLP_ADD, other)
+    assert (
+        why_not("mlp_out", ("post_block",)) == why_not(MLP_ADD, ("post_block",)) == ""
+    )
+    assert equal_points({0: plain, 1: ("post_block",)}) == {MLP_ADD: "mlp_out"}
+    assert equal_points({0: plain, 1: other}) == equal_points({0: ()}) == {}
+    assert without_aliases({0: plain, 1: other}) == {0: other, 1: other}

@@ -129,3 +129,14 @@ def test_points_around_the_mlp_are_there_when_they_are_asked_for() -> None:
     model = Decoder(Woven(), Woven())
     assert find(model).points[0] == ["pre_attn", "post_block"]
     assert find(model, mlp_points=True).points[0][2:] == ["mlp_in", "mlp_out"]
+
+
+def test_a_layer_says_whether_it_adds_what_mlp_out_holds() -> None:
+    found = find(Decoder(Late(), Woven()), mlp_points=True)
+    assert found.names[0] == [*found.points[0], "mlp_add"]
+    assert found.names[1] == found.points[1]
+    assert "mlp_add" not in found.points[0]
+    assert find(Decoder(Late(), Woven())).names == {
+        0: POINTS,
+        1: ["pre_attn", "post_block"],
+    }

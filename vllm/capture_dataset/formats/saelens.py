@@ -25,7 +25,6 @@ HOOK_NAMES = {
     "pre_attn": "hook_resid_pre",
     "post_attn": "hook_resid_mid",
     "post_block": "hook_resid_post",
-    "mlp_in": "hook_mlp_in",
     "mlp_out": "hook_mlp_out",
 }
 INFO, STATE = "dataset_info.json", "state.json"

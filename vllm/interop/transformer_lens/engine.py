@@ -63,7 +63,7 @@ class EngineDriver(ServedDriver):
                 f"{config.model_config.max_logprobs} tokens: start it with "
                 'LLM(model, logprobs_mode="raw_logits", max_logprobs=-1)'
             )
-        names = names_of(bridge_config.n_layers, config.capture_config.mlp_points)
+        names = names_of(config.capture_config.hook_points or {})
         super().__init__(bridge_config, architecture, llm.get_tokenizer(), names)
         self.llm = llm
         self._owned = owned

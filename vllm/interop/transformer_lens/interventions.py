@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerLens' hook points and declarative interventions as ours."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.v1.residual.addresses import MLP_ADD, own_point
 from vllm.v1.residual.numbers import is_finite, is_integer
 from vllm.v1.residual.tap import Tap
 
@@ -17,7 +18,8 @@ NAMES = {
     "post_attn": ("ln2.hook_in", "hook_resid_mid"),
     "post_block": ("hook_out", "hook_resid_post"),
     "mlp_in": ("mlp.hook_in",),
-    "mlp_out": ("mlp.hook_out", "hook_mlp_out"),
+    "mlp_out": ("mlp.hook_out",),
+    MLP_ADD: ("hook_mlp_out",),
 }
 """Our hook points under TransformerLens' names: the bridge's, then the older ones."""
 
@@ -30,22 +32,18 @@ KEYS = {
 """The keys of a spec, by its operation."""
 
 
-def names_of(layers: int, mlp_points: bool) -> dict[str, Tap]:
-    """Every name of a hook point, with ours.
+def names_of(points: Mapping[int, Collection[str]]) -> dict[str, Tap]:
+    """TransformerLens' names of hook points, with ours.
 
     Args:
-        layers: of the model.
-        mlp_points: whether the engine has hook points at the MLP.
+        points: the hook points of each layer, and their second names.
 
     """
-    points = ["pre_attn", "post_attn", "post_block"]
-    if mlp_points:
-        points += ["mlp_in", "mlp_out"]
     return {
-        f"blocks.{layer}.{name}": (layer, hook)
-        for hook in points
-        for name in NAMES[hook]
-        for layer in range(layers)
+        f"blocks.{layer}.{name}": (layer, own_point(point, having))
+        for layer, having in points.items()
+        for point in having
+        for name in NAMES[point]
     }
 
 

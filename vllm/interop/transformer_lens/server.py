@@ -16,7 +16,7 @@ from vllm.interop.transformer_lens.driver import (
     Vectors,
     filled,
 )
-from vllm.interop.transformer_lens.interventions import NAMES
+from vllm.interop.transformer_lens.interventions import names_of
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -54,7 +54,12 @@ class ServerDriver(ServedDriver):
         status = client.capture_status()
         if "inline" not in [one["name"] for one in status.get("consumers", ())]:
             raise ValueError(f"the server returns no rows: start it with {FLAGS}")
-        names = _names_of(status["hook_points"])
+        second = list(status["equal_points"])
+        points = {
+            int(layer): [*own, *(second if "mlp_out" in own else ())]
+            for layer, own in status["hook_points"].items()
+        }
+        names = names_of(points)
         super().__init__(bridge_config, architecture, tokenizer, names)
         self.client = client
         self._vocabulary = bridge_config.d_vocab
@@ -123,16 +128,6 @@ class ServerDriver(ServedDriver):
             new_tokens=reply.token_ids or (),
             raw=reply,
         )
-
-
-def _names_of(hook_points: Mapping[str, list[str]]) -> dict[str, Tap]:
-    """The hook points of `GET /v1/capture` under TransformerLens' names."""
-    return {
-        f"blocks.{layer}.{name}": (int(layer), hook)
-        for layer, hooks in hook_points.items()
-        for hook in hooks
-        for name in NAMES.get(hook, ())
-    }
 
 
 def _listed(vectors: Vectors | None) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from vllm.v1.readouts.errors import fail
-from vllm.v1.residual.addresses import hook_name
+from vllm.v1.residual.addresses import hook_name, why_not
 from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.residual.sae import SparseAutoencoder, load_sae
 from vllm.v1.residual.sae.files import SAEFileError
@@ -253,13 +253,14 @@ def check_place(info: ModuleInfo, points: Mapping[int, Sequence[str]]) -> None:
         if hook in points.get(layer, ()):
             return
         names = sorted({point for own in points.values() for point in own})
+        reason = why_not(hook, points.get(layer, ()))
+        remedy = ". Start with --mlp-hook-points to add mlp_in and mlp_out"
         mlp = hook.startswith("mlp") and hook not in names
         what = "SAE" if info.kind == "sae" else info.kind
         raise fail(
             f"{info.name}: this {what} reads {hook} of layer {layer}, which is not "
             f"a hook point of this model; it has {names} at layers {min(points)} to "
-            f"{max(points)}"
-            + (". Start with --mlp-hook-points to add mlp_in and mlp_out" * mlp),
+            f"{max(points)}" + (reason or remedy * mlp),
             "path",
             f"{hook}.{layer}",
         )

@@ -4,7 +4,12 @@
 from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias
 
-from vllm.v1.residual.addresses import hook_name, parse_address
+from vllm.v1.residual.addresses import (
+    hook_name,
+    own_point,
+    parse_address,
+    why_not,
+)
 from vllm.v1.residual.bounds import counted, shown
 from vllm.v1.residual.numbers import Fail
 from vllm.v1.residual.selectors import (
@@ -83,16 +88,19 @@ def parse_hooks(
             layer for layer, points in sorted(ctx.hook_points.items()) if hook in points
         ]
         if not having:
+            known = sorted({p for own in ctx.hook_points.values() for p in own})
+            remedy = MLP_REMEDY if hook.startswith("mlp") else ""
             raise fail(
                 f"{where}: this model has no hook point {hook!r}; it has "
-                f"{sorted({p for points in ctx.hook_points.values() for p in points})}"
-                f"{MLP_REMEDY if hook.startswith('mlp') else ''}",
+                f"{known}{why_not(hook, known) or remedy}",
                 where,
                 hook,
             )
         at = f"{where}.{name}"
         layers = parse_layers(selector, having, ctx.num_hidden_layers, at, fail)
-        hooks[hook] = sorted({*hooks.get(hook, []), *layers})
+        for layer in layers:
+            own = own_point(hook, ctx.hook_points[layer])
+            hooks[own] = sorted({*hooks.get(own, []), layer})
     return hooks
 
 

@@ -70,7 +70,7 @@ def _open(
     points = layers.points
     if not enabled:
         Launch.begin(NOTHING, (NOTHING,))
-        return ResidualStream(points)
+        return ResidualStream(layers.names)
     _check_supported(vllm_config, model, layers)
     stage = Stage(
         get_tensor_model_parallel_rank(),
@@ -120,7 +120,7 @@ def _open(
         may_record=may_record,
     )
     stream = OpenResidualStream(
-        points,
+        layers.names,
         capture,
         steering,
         graphs,

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.residual import tap
 from vllm.model_executor.layers.residual.runtime_weave import NotWoven, weave_layer
 from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.residual_weave.rules import NOT_TAPPED, REFUSED
+from vllm.v1.residual.addresses import MLP_ADD
 
 MLP_POINTS = ("mlp_in", "mlp_out")
 
@@ -26,6 +27,15 @@ class TappedLayers:
     """By place: the module to attach to, and the index of its run in a pass."""
     refusals: tuple[str, ...]
     """Reasons why the model, as configured, must not be tapped."""
+
+    @property
+    def names(self) -> dict[int, list[str]]:
+        """As `points`, with `mlp_add` where the layer adds what `mlp_out` holds."""
+        names = self.points
+        for (layer, point), (module, _) in self.modules.items():
+            if point == "mlp_out" and module.adds_mlp_out:
+                names[layer].append(MLP_ADD)
+        return names
 
     @property
     def points(self) -> dict[int, list[str]]:

@@ -201,16 +201,16 @@ def test_transcoders_read_here_and_write_there(tmp_path: Path, kind: str) -> Non
         },
     )
     sae = load_sae(folder)
-    assert (sae.reads.tap, sae.writes.tap) == ((4, "mlp_in"), (4, "mlp_out"))
+    assert (sae.reads.tap, sae.writes.tap) == ((4, "mlp_in"), (4, "mlp_add"))
     d, x = _double(p), rows().double()
     activations = (_jumprelu if "skip" in kind else _standard)(d, x)
     skipped = x @ d["W_skip"].T if "skip" in kind else 0
     _check(sae, activations, activations @ d["W_dec"] + d["b_dec"] + skipped)
     other = load_sae(f"{folder}?layer=3&hook=post_attn")
-    assert (other.reads.tap, other.writes.tap) == ((3, "post_attn"), (4, "mlp_out"))
+    assert (other.reads.tap, other.writes.tap) == ((3, "post_attn"), (4, "mlp_add"))
     described = describe_module("sae", str(folder), other).describe()
     assert (described["layer"], described["hook"]) == (3, "post_attn")
-    assert described["writes"] == {"layer": 4, "hook": "mlp_out"}
+    assert described["writes"] == {"layer": 4, "hook": "mlp_add"}
     for said in ("layer=x&hook=mlp_in", "layer=3", "hook=mlp_in", "layer=3&hook="):
         with pytest.raises(SAEFileError, match="where the SAE reads"):
             load_sae(f"{folder}?{said}")
@@ -417,3 +417,18 @@ def test_weights_keep_the_dtype_of_the_file(tmp_path: Path) -> None:
     sae = load_sae(write.sparsify(tmp_path / "layers.1", p))
     assert (sae.w_enc.dtype, sae.w_dec.dtype) == (torch.bfloat16,) * 2
     assert (sae.b_enc.dtype, sae.b_dec.dtype) == (torch.float32,) * 2
+
+
+@pytest.mark.parametrize("exact", ["post_feedforward_layernorm.output", "mlp.unknown"])
+def test_an_exact_name_that_is_unknown_is_no_vaguer_one(
+    tmp_path: Path, exact: str
+) -> None:
+    """Gemma Scope's SAEs of MLPs are behind a norm, as the exact name says."""
+    said = {
+        "hook_name": "blocks.4.hook_mlp_out",
+        "hf_hook_name": f"model.layers.4.{exact}",
+    }
+    folder = write.saelens(tmp_path / "sae", chosen(parts(), *BASE), metadata=said)
+    sae = load_sae(folder)
+    assert sae.reads.tap is None and sae.reads.name == said["hf_hook_name"]
+    assert load_sae(folder, (4, "post_attn")).reads.tap == (4, "post_attn")

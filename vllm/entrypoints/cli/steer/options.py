@@ -5,7 +5,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.residual.addresses import hook_name, parse_address
+from vllm.v1.residual.addresses import MLP_ADD, hook_name, parse_address
 from vllm.v1.residual.tap import HOOK_NAMES
 from vllm.v1.steering.errors import fail
 
@@ -43,9 +43,15 @@ def parse_hook(text: str) -> str:
         argparse.ArgumentTypeError: the text is neither.
 
     """
-    if parse_address(text) is not None:
+    tap = parse_address(text)
+    name = hook_name(text) if tap is None else tap[1]
+    if name == MLP_ADD:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not mlp_out in models with a norm or a multiplier behind the "
+            "MLP; name mlp_out for the output of the module"
+        )
+    if tap is not None:
         return text
-    name = hook_name(text)
     if name is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a hook point; use one of {list(HOOK_NAMES)}, or an "

@@ -157,7 +157,7 @@ def _layers(text: str | None) -> list[int] | None:
 def _hook(text: str | None) -> str | None:
     """The hook point of a name, or of another system's name."""
     found = None if text is None else hook_name(text)
-    if text is not None and found is None:
+    if text is not None and found not in HOOK_NAMES:
         raise HTTPException(
             HTTPStatus.BAD_REQUEST,
             f"hook={shown(text)}: there is no such hook point; use one of "

@@ -29,12 +29,22 @@ Taps: TypeAlias = dict[tuple[str, int], ResidualTap] | None
 LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
 
 
-def tapped(*points: str) -> Callable[[LayerClass], LayerClass]:
-    """Class decorator: `forward` of this decoder layer has calls at `points`."""
+def tapped(
+    *points: str, adds_mlp_out: bool = False
+) -> Callable[[LayerClass], LayerClass]:
+    """Class decorator: `forward` of this decoder layer has calls at `points`.
+
+    Args:
+        points: in the order of the forward pass.
+        adds_mlp_out: whether the layer adds what `mlp_out` holds to the stream, with
+            no norm and no multiplier between them.
+
+    """
 
     def record(layer_class: LayerClass) -> LayerClass:
         layer_class.residual_taps = None  # type: ignore[attr-defined]
         layer_class.hook_points = points  # type: ignore[attr-defined]
+        layer_class.adds_mlp_out = adds_mlp_out  # type: ignore[attr-defined]
         layer_class.hook_points_forward = layer_class.forward  # type: ignore[attr-defined]
         return layer_class
 

@@ -3,6 +3,7 @@
 
 import re
 
+from vllm.v1.residual.addresses import MLP_ADD
 from vllm.v1.residual.sae.record import SAEPlace
 from vllm.v1.residual.tap import Tap
 
@@ -10,10 +11,11 @@ TRANSFORMER_LENS = {
     "hook_resid_pre": "pre_attn",
     "hook_resid_mid": "post_attn",
     "hook_resid_post": "post_block",
-    "hook_mlp_out": "mlp_out",
+    "hook_mlp_out": MLP_ADD,
 }
 """TransformerLens counts blocks from 0 too. `hook_mlp_in` and `ln2.hook_normalized` are
-excluded: whether they contain the norm's weights depends on how a model was loaded."""
+excluded: whether they contain the norm's weights depends on how a model was loaded.
+`hook_mlp_out` is what the MLP adds, which only some models have at a hook point."""
 
 _TRANSFORMER_LENS = re.compile(r"blocks\.(\d{1,4})\.(\w+)")
 

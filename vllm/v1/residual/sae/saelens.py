@@ -178,10 +178,10 @@ def _k(config: dict[str, Any], folder: Path) -> int:
 def _place(config: dict[str, Any], suffix: str) -> SAEPlace:
     """The place, by Transformers' name if there is one.
 
-    That name tells on which side of a norm it is.
+    That name tells on which side of a norm it is, so if it is none of ours the other
+    name, which does not, says nothing more.
     """
-    named = transformers(str(config.get(f"hf_hook_name{suffix}") or ""))
-    if named.tap is not None:
-        return named
+    if exact := config.get(f"hf_hook_name{suffix}"):
+        return transformers(str(exact))
     name = config.get(f"hook_name{suffix}") or config.get(f"hook_point{suffix}")
     return transformer_lens(str(name or ""))

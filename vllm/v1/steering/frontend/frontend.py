@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.readouts.engine_args import check_places
+from vllm.v1.residual.addresses import without_aliases
 from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.model_identity import identity_of
 from vllm.v1.residual.sizes import torch_dtype
@@ -183,8 +184,8 @@ class SteeringFrontend(NoSteering):
         model = self.admission.model
         return {
             "layers": {
-                str(layer): list(model.hook_points[layer])
-                for layer in sorted(model.hook_points)
+                str(layer): list(names)
+                for layer, names in sorted(without_aliases(model.hook_points).items())
             },
             "hidden_size": model.hidden_size,
             "dtype": str(model.dtype).removeprefix("torch."),

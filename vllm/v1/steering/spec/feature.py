@@ -34,7 +34,7 @@ def parse_feature(
     name, feature = values["sae"], values["feature"]
     if not isinstance(name, str):
         raise fail(f"{at}.sae must be the name of an SAE", f"{at}.sae", name)
-    sae = model.named.sae(name, f"{at}.sae")
+    sae = model.named.sae(name, f"{at}.sae").placed(model.hook_points)
     _check_place(name, sae, tap, model, at)
     if not is_integer(feature, 0, sae.size):
         raise fail(

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.residual.addresses import hook_name, parse_address
+from vllm.v1.residual.addresses import (
+    hook_name,
+    own_point,
+    parse_address,
+    why_not,
+    without_aliases,
+)
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
@@ -66,7 +72,7 @@ class SteeredModel:
     @property
     def num_sites(self) -> int:
         """Number of hook points of all layers."""
-        return sum(map(len, self.hook_points.values()))
+        return sum(map(len, without_aliases(self.hook_points).values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +123,16 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
         else:
             entries = _by_layer(layers, hook, model, at)
         for layer, these in entries:
-            _check_tap(layer, hook, model, at)
-            if (layer, hook) in seen:
+            tap = _checked_tap(layer, hook, model, at)
+            if tap in seen:
                 raise fail(f"{at}: layer {layer} is given twice", at, layer)
-            seen.add((layer, hook))
+            seen.add(tap)
             _check_count(len(these), f"{at}.{layer}")
             for entry in these:
                 to = parsed
                 if _is_generated(entry):
                     to, entry = generated, {**entry, "positions": None}
-                _take(to, (layer, hook), entry, model, f"{at}.{layer}")
+                _take(to, tap, entry, model, f"{at}.{layer}")
     parsed, generated = (
         replace(one, operations=joined_rows(one.operations))
         for one in (parsed, generated)
@@ -290,7 +296,7 @@ def _layer_index(key: Any, at: str) -> int:
     return found
 
 
-def _check_tap(layer: int, hook: str, model: SteeredModel, at: str) -> None:
+def _checked_tap(layer: int, hook: str, model: SteeredModel, at: str) -> Tap:
     having = model.hook_points.get(layer)
     if having is None:
         layers = sorted(model.hook_points)
@@ -303,10 +309,11 @@ def _check_tap(layer: int, hook: str, model: SteeredModel, at: str) -> None:
     if hook not in having:
         raise fail(
             f"{at}: layer {layer} of this model has no hook point {hook!r}; it has "
-            f"{list(having)}",
+            f"{list(having)}{why_not(hook, having)}",
             at,
             layer,
         )
+    return layer, own_point(hook, having)
 
 
 def unpacked(layers: Any, at: str) -> dict[int, Any]:
