@@ -21,6 +21,8 @@ from vllm.v1.readouts.modules import (
     ProbeModule,
     check_model,
     check_place,
+    describe_module,
+    load_module,
     save_probe,
 )
 from vllm.v1.readouts.worker.kinds import probe_values
@@ -94,6 +96,30 @@ FILES: tuple[tuple[dict[str, torch.Tensor], dict[str, str], str], ...] = (
     ({"3.weight": torch.eye(4)}, {"kind": "translator"}, r"maps for the layers \[3\]"),
     ({"2.weight": torch.eye(4)}, {"kind": "translator", "residual": "1"}, "residual"),
 )
+
+
+BROKEN: dict[str, tuple[dict[str, torch.Tensor], dict[str, str], str]] = {
+    "eight bits": ({"vectors": torch.ones(2, 4).to(torch.float8_e4m3fn)}, {}, "float8"),
+    "integers": ({"2.weight": torch.eye(4).int()}, {"kind": "translator"}, "int32"),
+    "a number": ({"2.weight": torch.tensor(1.0)}, {"kind": "translator"}, "square"),
+    "three sides": (
+        {"2.weight": torch.ones(4, 4, 4)},
+        {"kind": "translator"},
+        "square",
+    ),
+    "no map": ({"2.bias": torch.ones(4)}, {"kind": "translator"}, "square"),
+    "a layer of many digits": (
+        {f"{'9' * 5000}.weight": torch.eye(4)},
+        {"kind": "translator"},
+        "not named LAYER.weight",
+    ),
+    "a layer of another script": (
+        {"\u00b2.weight": torch.eye(4)},
+        {"kind": "translator"},
+        "not named LAYER.weight",
+    ),
+}
+FILES += tuple(BROKEN.values())
 
 
 @pytest.mark.parametrize(("tensors", "said", "wrong"), FILES)
@@ -184,3 +210,40 @@ def test_a_file_for_another_width_is_refused_before_the_model_is_loaded(
     with pytest.raises(ReadoutValidationError, match="give it as"):
         wanted = "module" if kind == "sae" else "sae"
         described_file("mood", str(path), config, wanted)
+
+
+SETTINGS: dict[str, str] = {
+    "a list of norms": '{"normalize_activations": [1]}',
+    "an object as k": '{"architecture": "topk", "k": {}}',
+    "k without end": '{"architecture": "topk", "k": 1e400}',
+    "k that is no number": '{"architecture": "topk", "k": NaN}',
+    "an endless layer": '{"hook_name": "blocks.' + "9" * 5000 + '.hook_resid_post"}',
+    "deep": '{"a":' * 100_000 + "1" + "}" * 100_000,
+}
+SHAPES: dict[str, dict[str, torch.Tensor]] = {
+    "a number": {"W_enc": torch.tensor(1.0)},
+    "other widths": {"b_dec": torch.ones(7)},
+    "other features": {"b_enc": torch.ones(9)},
+    "three sides": {"W_dec": torch.ones(2, 6, 4)},
+    "eight bits": {"W_enc": torch.ones(4, 6).to(torch.float8_e4m3fn)},
+}
+
+
+@pytest.mark.parametrize("case", [*SETTINGS, *SHAPES])
+def test_a_malformed_sae_is_the_callers_mistake(tmp_path: Path, case: str) -> None:
+    tensors = {"W_enc": torch.ones(4, 6), "W_dec": torch.ones(6, 4)}
+    tensors |= {"b_enc": torch.zeros(6), "b_dec": torch.zeros(4)}
+    (tmp_path / "cfg.json").write_text(SETTINGS.get(case, "{}"))
+    save_file(tensors | SHAPES.get(case, {}), tmp_path / "sae_weights.safetensors")
+    if case == "an endless layer":
+        assert describe_module("s", "", load_module("s", str(tmp_path))).tap is None
+        return
+    with pytest.raises(ReadoutValidationError, match=r"^s: "):
+        described_file("s", str(tmp_path), model_config(4))
+
+
+def test_facts_after_the_path_of_a_probe_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "mood.safetensors")
+    save_file(PROBE, path, {"format": FORMAT, "kind": "probe"})
+    with pytest.raises(ReadoutValidationError, match="is for SAEs"):
+        load_module("mood", f"{path}?layer=1&hook=post_block")

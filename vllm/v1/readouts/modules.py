@@ -23,6 +23,7 @@ import torch
 
 from vllm.v1.readouts.errors import fail
 from vllm.v1.residual.addresses import hook_name, why_not
+from vllm.v1.residual.file_facts import split_facts
 from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.residual.sae import SparseAutoencoder, load_sae
 from vllm.v1.residual.sae.files import SAEFileError
@@ -132,11 +133,19 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
 
     """
     try:
-        if Path(path).suffix == ".safetensors" and Path(path).is_file():
-            module = _from_safetensors(name, Path(path))
+        file, facts = split_facts(path)
+        if file.suffix == ".safetensors" and file.is_file():
+            module = _from_safetensors(name, file)
+            if module is not None and facts:
+                raise fail(
+                    f"{name}: {facts!r} after the path is for SAEs; the file of a "
+                    "probe or translator has all its facts, so leave it out",
+                    "path",
+                    path,
+                )
             if module is not None:
                 return module
-            if Path(path).name not in SAE_FILES:
+            if file.name not in SAE_FILES:
                 raise fail(
                     f"{name}: its metadata does not say format={FORMAT!r}, as that of "
                     "probes and translators does, and it is no file of an SAE; save a "
@@ -367,6 +376,9 @@ def read_metadata(path: Path) -> dict[str, str]:
         ) from None
 
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
 def _tap(said: Mapping[str, str]) -> Tap | None:
     """The place in a file's metadata, which `_check_said` has checked."""
     if "layer" not in said:
@@ -411,6 +423,13 @@ def _from_safetensors(name: str, path: Path) -> Module | None:
         return None
     tensors = load_file(path)
     for label, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise fail(
+                f"{name}: {label} is stored as {str(tensor.dtype)[6:]}; store it as "
+                "float32, float16 or bfloat16",
+                "path",
+                str(path),
+            )
         if not bool(torch.isfinite(tensor).all()):
             raise fail(f"{name}: {label} holds NaN or infinity", "path", str(path))
     kind = said.get("kind")
@@ -483,16 +502,19 @@ def _translator(
     biases: dict[int, torch.Tensor] = {}
     for label, tensor in tensors.items():
         layer, _, part = label.partition(".")
-        if not layer.isdigit() or part not in ("weight", "bias"):
+        index = layer_index(layer)
+        if index is None or part not in ("weight", "bias"):
             raise fail(
                 f"{name}: {label!r} is not named LAYER.weight or LAYER.bias",
                 "path",
                 str(path),
             )
-        (weights if part == "weight" else biases)[int(layer)] = tensor
+        (weights if part == "weight" else biases)[index] = tensor
     shapes = {tuple(one.shape) for one in weights.values()}
-    width = next(iter(shapes))[0] if shapes else 0
-    good = shapes == {(width, width)} and biases.keys() <= weights.keys()
+    width = max((side for shape in shapes for side in shape), default=0)
+    good = (
+        bool(width) and shapes == {(width, width)} and biases.keys() <= weights.keys()
+    )
     if not good or any(tuple(one.shape) != (width,) for one in biases.values()):
         raise fail(
             f"{name}: weights must be square and of one width, and biases as wide; "

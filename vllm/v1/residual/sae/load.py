@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl
 
+from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.file_facts import split_facts
 from vllm.v1.residual.sae.dictionary_learning import (
     is_dictionary_learning,
@@ -20,6 +21,7 @@ from vllm.v1.residual.sae.qwen_scope import is_qwen_scope, read_qwen_scope
 from vllm.v1.residual.sae.record import SparseAutoencoder
 from vllm.v1.residual.sae.saelens import is_saelens, read_saelens_sae
 from vllm.v1.residual.sae.sparsify import is_sparsify, read_sparsify
+from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import Tap
 
 LAYOUTS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], RawSAE]]] = {
@@ -73,14 +75,15 @@ def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
     """
     place, said = split_facts(Path(path).expanduser())
     if said:
-        if tap is not None:
+        appended = _tap_of(said, path)
+        if tap not in (None, appended):
             raise fail(
-                f"layer: the place is given after the path, {said!r}, and beside it; "
-                "leave out one of them",
+                f"layer: another place is given after the path, {said!r}, than beside "
+                "it; leave out one of them",
                 "layer",
-                tap[0],
+                appended[0],
             )
-        tap = _tap_of(said, path)
+        tap = appended
     if not place.exists():
         raise bad_file(place, "there is no such file or folder")
     inside = place.name in FILES
@@ -100,16 +103,20 @@ def is_sae(path: Path) -> bool:
 
 def _tap_of(said: str, path: str | Path) -> Tap:
     """The tap in `layer=12&hook=mlp_in`."""
-    facts = dict(parse_qsl(said, keep_blank_values=True))
-    layer = facts.get("layer", "")
-    if facts.keys() != {"layer", "hook"} or not layer.isdecimal() or not facts["hook"]:
+    facts = parse_qsl(said, keep_blank_values=True)
+    values = dict(facts)
+    layer = layer_index(values.get("layer", ""))
+    tap = None
+    if values.keys() == {"layer", "hook"} and len(facts) == 2 and layer is not None:
+        tap = resolve_tap(layer, values["hook"])
+    if tap is None or tap[0] is None:
         raise fail(
             f"path: {said!r} does not say where the SAE reads; write "
             '"?layer=12&hook=mlp_in" after the path',
             "path",
             str(path),
         )
-    return int(layer), facts["hook"]
+    return tap[0], tap[1]
 
 
 def _at(sae: SparseAutoencoder, tap: Tap | None) -> SparseAutoencoder:
