@@ -37,6 +37,12 @@ class Woven(nn.Module):
         return hidden_states
 
 
+@tap.tapped("pre_attn", "mlp_in", "mlp_out", "post_block", adds_mlp_out=True)
+class Adding(nn.Module):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
 class Conditional(Woven):
     hook_points_unless = ("several streams",)
 
@@ -132,11 +138,8 @@ def test_points_around_the_mlp_are_there_when_they_are_asked_for() -> None:
 
 
 def test_a_layer_says_whether_it_adds_what_mlp_out_holds() -> None:
-    found = find(Decoder(Late(), Woven()), mlp_points=True)
+    found = find(Decoder(Adding(), Woven()), mlp_points=True)
     assert found.names[0] == [*found.points[0], "mlp_add"]
     assert found.names[1] == found.points[1]
-    assert "mlp_add" not in found.points[0]
-    assert find(Decoder(Late(), Woven())).names == {
-        0: POINTS,
-        1: ["pre_attn", "post_block"],
-    }
+    assert "mlp_out" in found.points[0] and "mlp_add" not in found.points[0]
+    assert "mlp_add" not in find(Decoder(Adding(), Woven())).names[0]
