@@ -84,7 +84,7 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Device memory for the captured rows of steps; one step captures at most "
         "half of it. Default: room for whole steps at one hook point of every "
-        "layer, at least 256 MiB.",
+        "layer, at least 256 MiB. --enable-readouts allocates half of it again.",
     )
     group.add_argument(
         "--capture-host-memory-bytes",
