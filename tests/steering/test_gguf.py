@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,9 @@ def test_files_that_are_no_control_vectors_are_refused(tmp_path: Path) -> None:
         broken = tmp_path / "broken.gguf"
         broken.write_bytes(whole[:size])
         refused(broken, "not a GGUF file|quantised|is not a|8 numbers|no vectors|kind")
+    counts = struct.pack("<4sIQQQcIIQ", b"GGUF", 3, 0, 1, 1, b"a", 9, 4, 1 << 50)
+    broken.write_bytes(counts)  # An array of so many numbers, none of which follows.
+    refused(broken, "not a GGUF file")
     model = _foreign.gguf(tmp_path / "m.gguf", {"x": row(1)}, architecture="llama")
     refused(model, "of the kind 'llama'")
     none = _foreign.gguf(tmp_path / "n.gguf", {"other": row(1)})

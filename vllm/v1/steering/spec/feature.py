@@ -7,7 +7,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import is_known_at
-from vllm.v1.steering.errors import fail
+from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.spec.named import NamedSAE
 from vllm.v1.steering.spec.table import Values
@@ -60,43 +60,31 @@ def parse_feature(
 def _check_place(
     name: str, sae: NamedSAE, tap: Tap, model: "SteeredModel", at: str
 ) -> None:
+    """Refuse an SAE of another width, and an entry that is not where it writes."""
     if sae.width != model.hidden_size:
-        raise fail(
-            f"{at}.sae: {shown(name)} is for rows of width {sae.width}, and this "
-            f"model's have {model.hidden_size}; use an SAE of this model",
-            f"{at}.sae",
+        raise _unfit(
             name,
+            f"is for rows of width {sae.width}, and this model's have "
+            f"{model.hidden_size}; use an SAE of this model",
+            at,
         )
-    if sae.is_transcoder:
-        _check_transcoder(name, sae, tap, model, at)
-    elif sae.tap is not None and sae.tap != tap:
-        raise fail(
-            f"{at}.sae: {shown(name)} was trained at {sae.tap[1]} of layer "
-            f"{sae.tap[0]}, and the entry is at {tap[1]} of layer {tap[0]}; move the "
-            "entry there",
-            f"{at}.sae",
+    if sae.is_transcoder and sae.width_out != model.hidden_size:
+        raise _unfit(
             name,
+            f"writes rows of width {sae.width_out}, and this model's have "
+            f"{model.hidden_size}; use a transcoder of this model",
+            at,
         )
-
-
-def _check_transcoder(
-    name: str, sae: NamedSAE, tap: Tap, model: "SteeredModel", at: str
-) -> None:
-    """Refuse an entry that is not where a transcoder writes."""
-    if sae.width_out != model.hidden_size:
-        raise fail(
-            f"{at}.sae: {shown(name)} writes rows of width {sae.width_out}, and this "
-            f"model's have {model.hidden_size}; use a transcoder of this model",
-            f"{at}.sae",
+    own = sae.writes if sae.is_transcoder else sae.tap
+    if own is not None and own != tap:
+        what = "was trained at"
+        if sae.is_transcoder:
+            what = "is a transcoder that writes to"
+        raise _unfit(
             name,
-        )
-    if sae.writes is not None and sae.writes != tap:
-        raise fail(
-            f"{at}.sae: {shown(name)} is a transcoder that writes to {sae.writes[1]} "
-            f"of layer {sae.writes[0]}, and the entry is at {tap[1]} of layer "
+            f"{what} {own[1]} of layer {own[0]}, and the entry is at {tap[1]} of layer "
             f"{tap[0]}; move the entry there",
-            f"{at}.sae",
-            name,
+            at,
         )
 
 
@@ -105,28 +93,33 @@ def _check_reads(
 ) -> None:
     """Refuse a transcoder whose activations are not known where it writes."""
     if sae.tap is None:
-        raise fail(
-            f"{at}.sae: {shown(name)} is a transcoder whose file does not say where it "
-            "reads; register it with layer and hook",
-            f"{at}.sae",
+        raise _unfit(
             name,
+            "is a transcoder whose file does not say where it reads; register it with "
+            "layer and hook",
+            at,
         )
-    if sae.tap[1] not in model.hook_points.get(sae.tap[0], ()):
-        raise fail(
-            f"{at}.sae: {shown(name)} reads {sae.tap[1]} of layer {sae.tap[0]}, which "
-            "is not a hook point here; for mlp_in and mlp_out start the server with "
-            "--mlp-hook-points",
-            f"{at}.sae",
+    layer, hook = sae.tap
+    if hook not in model.hook_points.get(layer, ()):
+        raise _unfit(
             name,
+            f"reads {hook} of layer {layer}, which is not a hook point here; for "
+            "mlp_in and mlp_out start the server with --mlp-hook-points",
+            at,
         )
     if sae.tap == tap or not is_known_at(sae.tap, tap):
-        raise fail(
-            f"{at}.sae: {shown(name)} reads {sae.tap[1]} of layer {sae.tap[0]}, which "
-            f"is not known when the entry acts, at {tap[1]} of layer {tap[0]}",
-            f"{at}.sae",
+        raise _unfit(
             name,
+            f"reads {hook} of layer {layer}, which is not known when the entry acts, "
+            f"at {tap[1]} of layer {tap[0]}",
+            at,
         )
     model.placement.check(sae.tap, at)
+
+
+def _unfit(name: str, why: str, at: str) -> SteeringValidationError:
+    """The error of an SAE that an entry cannot use."""
+    return fail(f"{at}.sae: {shown(name)} {why}", f"{at}.sae", name)
 
 
 def _check_selection(use: FeatureUse, sae: NamedSAE, at: str) -> None:

@@ -94,12 +94,24 @@ def _open(path: Path) -> Any:
     if not path.is_file():
         raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
     try:
-        return gguf.GGUFReader(path)
+        return _bounded(gguf.GGUFReader)(path)
     # The reader raises any of these for an invalid file.
     except (ValueError, KeyError, IndexError, OSError) as error:
         raise fail(
             f"path: {path.name!r} is not a GGUF file: {error}", "path", str(path)
         ) from None
+
+
+def _bounded(reader: Any) -> Any:
+    """The reader, which stops at the file's end instead of counting to 2**50."""
+
+    class Bounded(reader):
+        def _get(self, offset: int, *args: Any, **kwargs: Any) -> Any:
+            if offset >= len(self.data):
+                raise ValueError("it ends before the values that its header counts")
+            return super()._get(offset, *args, **kwargs)
+
+    return Bounded
 
 
 def _text(reader: Any, name: str) -> str:
