@@ -2,7 +2,6 @@
 """`ArrowConsumer`, which writes files that common data tools can open."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.capture.consumers.arrow.params import ArrowParams
@@ -131,7 +130,7 @@ class _Tables:
         self._shards.add(
             # One open table per thread, so that threads need not wait for each other.
             [(tag, number, form) for number in range(self._tables)],
-            partial(TableShard, self._params, workspace, tag, described, form),
+            lambda _: TableShard(self._params, workspace, tag, described, form),
             lambda shard: shard.append(request, name, finalizes),
         )
 

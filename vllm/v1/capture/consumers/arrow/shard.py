@@ -221,7 +221,7 @@ class TableShard(Shard):
         try:
             yield
         except BaseException:
-            self.sealed = self.written_out = True
+            self.sealed = True
             for request, _ in self._waiting:
                 request.settle_error("the table it shared with others was not written")
             self._drop()

@@ -4,13 +4,10 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 from zlib import crc32
-
-import torch
 
 from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
 from vllm.v1.capture.consumers.filesystem.layouts import (
@@ -22,7 +19,7 @@ from vllm.v1.capture.consumers.filesystem.layouts import (
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
-from vllm.v1.capture.consumers.storage.shards import Shard, ShardSet
+from vllm.v1.capture.consumers.storage.shards import Shard, ShardKey, ShardSet
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.delivery.row_bytes import write_all
@@ -45,64 +42,26 @@ class FileShard(Shard):
         self._entries: list[dict[str, Any]] = []
         self._results: list[CaptureResult] = []
 
-    def reserve(self, num_bytes: int) -> int:
-        """Reserve bytes at the end for a request; the caller holds the lock.
-
-        Returns:
-            The offset of the reserved bytes.
-
-        """
-        start = self.num_bytes
-        self.num_bytes += num_bytes
-        self.pending += 1
-        return start
-
-    def write(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        writing: Writing,
-        start: int,
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Write keys at the offset `start`.
-
-        Returns:
-            The facts of the request, and the entries of its keys.
-
-        Raises:
-            OSError: the write failed; bytes that were written are in no index.
-
-        """
+    def append(
+        self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
+    ) -> None:
+        """Write a request behind the others; the caller holds the lock."""
         shared = request_facts([finalize.sidecar for finalize in finalizes])
         entries: list[dict[str, Any]] = []
-        data = keys_in_turn(request, finalizes, writing, shared, entries, start)
-        write_all(self._fd, data, writing.max_bytes, start)
-        return {"request_id": writing.name, **shared}, entries
-
-    def accept(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        facts: dict[str, Any],
-        entries: list[dict[str, Any]],
-    ) -> None:
-        """Add a request whose bytes were written; the caller holds the lock."""
-        self.pending -= 1
-        self.num_bytes = max(self.num_bytes, _end(entries))
-        self._accept(request, finalizes, facts, entries)
-        if self.sealed or self.num_bytes >= self._params.shard_max_bytes:
-            self.seal()
-
-    def give_up(self, request: StoredRequest, start: int, error: OSError) -> None:
-        """Fail a request that could not be written; the caller holds the lock."""
-        self.pending -= 1
-        if not self.pending:  # No other write is in progress, so truncate.
+        data = keys_in_turn(
+            request, finalizes, writing, shared, entries, self.num_bytes
+        )
+        try:
+            write_all(self._fd, data, writing.max_bytes, self.num_bytes)
+            request.commit()
+        except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, _end(self._entries))
-            self.num_bytes = _end(self._entries)
-        request.settle_error(message_of(error, self._path))
-        if self.sealed:
-            self.seal()
+                os.ftruncate(self._fd, self.num_bytes)
+            request.settle_error(message_of(error, self._path))
+            return
+        self.num_bytes = _end(entries)
+        facts = {"request_id": writing.name, **shared}
+        self._accept(request, finalizes, facts, entries)
 
     def _accept(
         self,
@@ -225,70 +184,17 @@ class ShardedLayout:
         if not finalizes:
             request.settle(())
             return
-        tag, shards = writing.tag, self._params.num_shards
+        shards = self._params.num_shards
         first = crc32(request.request_id.encode())
-        numbers = [(first + n) % shards for n in range(shards)]
-        _, number = self._shards.idlest([(tag, n) for n in numbers])
-        new = partial(
-            FileShard,
-            self._params,
-            writing.workspace,
-            writing.tag,
-            f"shard{stage_suffix(finalizes[0].sidecar)}-{number:03d}",
+        prefix = f"shard{stage_suffix(finalizes[0].sidecar)}"
+
+        def new(key: ShardKey) -> FileShard:
+            name = f"{prefix}-{key[1]:03d}"
+            return FileShard(self._params, writing.workspace, writing.tag, name)
+
+        self._shards.add(
+            # A file system lets one thread at a time write to a file.
+            [(writing.tag, (first + n) % shards) for n in range(shards)],
+            new,
+            lambda shard: shard.append(request, finalizes, writing),
         )
-        size = encoded_bytes(finalizes, writing)
-        if size is None:
-            self._write_alone(request, finalizes, writing, number, new)
-            return
-        start, reserved = 0, size
-
-        def reserve(shard: FileShard) -> None:
-            nonlocal start
-            start = shard.reserve(reserved)
-
-        shard = self._shards.add([(writing.tag, number)], new, reserve)
-        try:
-            facts, entries = shard.write(request, finalizes, writing, start)
-            request.commit()
-        except OSError as error:
-            with shard.lock:
-                shard.give_up(request, start, error)
-            return
-        with shard.lock:
-            shard.accept(request, finalizes, facts, entries)
-
-    def _write_alone(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        writing: Writing,
-        number: int,
-        new: Callable[[], FileShard],
-    ) -> None:
-        """Write keys whose encoded size is unknown, while holding the shard's lock."""
-
-        def work(shard: FileShard) -> None:
-            start = shard.reserve(0)
-            try:
-                facts, entries = shard.write(request, finalizes, writing, start)
-                request.commit()
-            except OSError as error:
-                shard.give_up(request, start, error)
-            else:
-                shard.accept(request, finalizes, facts, entries)
-
-        self._shards.add([(writing.tag, number)], new, work)
-
-
-def encoded_bytes(finalizes: list[CaptureFinalize], writing: Writing) -> int | None:
-    """The encoded size of the keys in bytes; None if it depends on their values."""
-    total = 0
-    for finalize in finalizes:
-        sidecar = finalize.sidecar
-        dtype = getattr(torch, sidecar["dtype"])
-        codec = writing.codec_of(finalize)
-        row_bytes = codec.row_bytes(sidecar["hidden_size"], dtype)
-        if row_bytes is None:
-            return None
-        total += sidecar["num_rows"] * row_bytes
-    return total

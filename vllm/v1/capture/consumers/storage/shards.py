@@ -8,9 +8,9 @@ in a result can always be read.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
@@ -33,11 +33,8 @@ class Shard(ABC):
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sealed = False
-        """Whether no more requests can be added."""
-        self.written_out = False
+        """Whether no more requests can be added: the file is finished, or lost."""
         self.num_bytes = 0
-        self.pending = 0
-        """Number of requests whose bytes are being written."""
         self._waiting: list[tuple[StoredRequest, list[CaptureResult]]] = []
         self._first = self._last = self._asked = 0.0
 
@@ -59,29 +56,21 @@ class Shard(ABC):
             running: whether the consumer has requests that were not published.
 
         """
-        if self.written_out or (now - self._asked < 1.0 and not closing):
+        if self.sealed or (now - self._asked < 1.0 and not closing):
             return False
-        if self.sealed:
-            is_due = not self.pending
-        else:
-            limit = IDLE_SECONDS if running else LAST_SECONDS
-            idle = not self.pending and now - self._last > limit
-            is_late = closing or idle or now - self._first > AGE_SECONDS
-            is_due = bool(self._waiting) and is_late
+        limit = IDLE_SECONDS if running else LAST_SECONDS
+        idle = now - self._last > limit
+        is_late = closing or idle or now - self._first > AGE_SECONDS
+        is_due = bool(self._waiting) and is_late
         if is_due:
             self._asked = now
         return is_due
 
     def seal(self) -> None:
-        """Accept no more requests, and finish the file once all bytes are written.
-
-        The caller holds the lock.
-        """
-        self.sealed = True
-        if self.pending or self.written_out:
-            self._asked = 0.0
+        """Accept no more requests, and finish the file; the caller holds the lock."""
+        if self.sealed:
             return
-        self.written_out = True
+        self.sealed = True
         try:
             self.write_out()
         except Exception as error:
@@ -98,7 +87,7 @@ class Shard(ABC):
 
 S = TypeVar("S", bound=Shard)
 
-ShardKey: TypeAlias = tuple[Hashable, ...]
+ShardKey: TypeAlias = tuple[Any, ...]
 """The tag, a number, and whatever else the requests of a shard must have in common."""
 
 
@@ -108,25 +97,20 @@ class ShardSet(Generic[S]):
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._open: dict[ShardKey, S] = {}
-        self._full: list[S] = []
-        """Shards that are sealed but still being written."""
         self._lock = threading.Lock()
 
     def add(
         self,
         keys: Sequence[ShardKey],
-        new: Callable[[], S],
+        new: Callable[[ShardKey], S],
         work: Callable[[S], None],
-    ) -> S:
+    ) -> None:
         """Call `work` on a shard under its lock, then seal the shard if it is full.
 
         Args:
             keys: candidates; the first whose lock is free is used, otherwise the first.
-            new: creates a shard.
+            new: creates the shard of a key.
             work: called with the shard.
-
-        Returns:
-            The shard.
 
         """
         while True:
@@ -139,11 +123,11 @@ class ShardSet(Generic[S]):
                 finally:
                     if shard.num_bytes >= self._max_bytes:
                         shard.seal()
-                return shard
+                return
             finally:
                 shard.lock.release()
 
-    def _locked(self, keys: Sequence[ShardKey], new: Callable[[], S]) -> S:
+    def _locked(self, keys: Sequence[ShardKey], new: Callable[[ShardKey], S]) -> S:
         for key in keys:
             shard = self._shard(key, new)
             if shard.lock.acquire(blocking=False):
@@ -152,35 +136,18 @@ class ShardSet(Generic[S]):
         shard.lock.acquire()
         return shard
 
-    def _shard(self, key: ShardKey, new: Callable[[], S]) -> S:
+    def _shard(self, key: ShardKey, new: Callable[[ShardKey], S]) -> S:
         with self._lock:
             shard = self._open.get(key)
             if shard is None or shard.sealed:
-                self._retire(key)
-                shard = self._open[key] = new()
+                shard = self._open[key] = new(key)
             return shard
-
-    def _retire(self, key: ShardKey) -> None:
-        shard = self._open.pop(key, None)
-        if shard is not None and not shard.written_out:
-            self._full.append(shard)
-
-    def idlest(self, keys: Sequence[tuple[str, int]]) -> tuple[str, int]:
-        """The first of the keys whose shards are written to by the fewest requests.
-
-        A file system lets one thread at a time write to a file.
-        """
-        with self._lock:
-            busy = {key: shard.pending for key, shard in self._open.items()}
-        return min(keys, key=lambda key: busy.get(key, 0))
 
     def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
         """Tasks that seal the shards that are due; see `Publisher.due`."""
         with self._lock:
-            for key in [key for key, shard in self._open.items() if shard.sealed]:
-                self._retire(key)
-            self._full = [shard for shard in self._full if not shard.written_out]
-            shards = [*self._open.values(), *self._full]
+            self._open = {k: one for k, one in self._open.items() if not one.sealed}
+            shards = list(self._open.values())
         return [
             _sealing(shard) for shard in shards if shard.is_due(now, closing, running)
         ]
