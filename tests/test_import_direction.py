@@ -59,13 +59,11 @@ MAP: dict[str, tuple[str, ...]] = {
 """The packages that each one may import; the longest name counts. Any other arrow
 between them is wrong. `ARCHITECTURE.md` shows the same."""
 NOT_YET = {
+    # Settings of another library become options, by its adapter.
     ("vllm.v1.capture", "vllm.interop"),
-    ("vllm.v1.capture", "vllm.v1.readouts"),
-    ("vllm.v1.readouts", "vllm.v1.capture"),
-    ("vllm.v1.readouts", "vllm.v1.steering"),
-    ("vllm.v1.steering", "vllm.v1.readouts"),
-    ("vllm.v1.residual", "vllm.v1.worker"),
+    # A function of the earlier public fork, under its name.
     ("vllm.config", "vllm.v1.steering"),
+    ("vllm.v1.residual", "vllm.v1.worker"),
 }
 """Arrows that the map does not draw and that still exist."""
 CONSUMERS = "vllm.v1.capture.consumers"

@@ -131,12 +131,8 @@ class EngineRunner:
 
     def readout_modules(self) -> dict[str, Any]:
         """The modules, each with a digest of its files."""
-        from vllm.v1.capture.frontend.frontend import CaptureFrontend
-
-        frontend = self._llm.llm_engine.capture
-        modules = (
-            frontend.readouts.modules if isinstance(frontend, CaptureFrontend) else {}
-        )
+        readouts = self._llm.llm_engine.residual.readouts
+        modules = {} if readouts is None else readouts.modules
         return {
             name: one.describe() | {"sha256": digest(Path(one.path), pattern="*")}
             for name, one in modules.items()

@@ -17,7 +17,6 @@ from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.readouts.modules import (
     FORMAT,
-    ModuleInfo,
     ProbeModule,
     check_model,
     check_place,
@@ -26,9 +25,10 @@ from vllm.v1.readouts.modules import (
     save_probe,
 )
 from vllm.v1.readouts.worker.kinds import probe_values
+from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.model_identity import ModelIdentity
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend.named import NamedFiles
 
 HOOK = "post_block"
 
@@ -178,10 +178,10 @@ def test_a_probes_file_that_has_changed_is_not_steered_by(tmp_path: Path) -> Non
     path = tmp_path / "mood.safetensors"
     save_probe(path, torch.ones(1, 4), layer=0)
     told = described_file("mood", str(path), model_config(4))
-    assert NamedFiles(lambda: {"mood": told}).probe("mood", "when").tap == (0, HOOK)
+    assert named_files(lambda: {"mood": told}).probe("mood", "when").tap == (0, HOOK)
     save_probe(path, torch.ones(1, 4) * 2, layer=0)
     with pytest.raises(SteeringValidationError, match="has changed since"):
-        NamedFiles(lambda: {"mood": told}).probe("mood", "when")
+        named_files(lambda: {"mood": told}).probe("mood", "when")
 
 
 def test_a_value_jumps_in_a_probe_as_in_a_low_rank_entry() -> None:

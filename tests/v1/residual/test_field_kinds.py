@@ -14,9 +14,8 @@ import torch
 
 from fork.request_fields import NAMES
 from vllm import SamplingParams
-from vllm.v1.capture.frontend.disabled import NoCapture
+from vllm.v1.residual.frontend.front_end import NO_FRONT_END
 from vllm.v1.serial_utils import MsgpackEncoder
-from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND
 
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, 2.5, float("nan"), 10**30, "no", "", b"x"),
@@ -31,8 +30,7 @@ def test_what_is_admitted_without_the_features_can_be_read(name: str) -> None:
     for value in VALUES:
         params = SamplingParams(**{name: value})
         try:
-            NoCapture().admit("r", params, 5)
-            NO_STEERING_FRONTEND.admit(params, 5)
+            NO_FRONT_END.admit("r", params, 5)
         except ValueError as error:
             assert name in str(error), error
             continue

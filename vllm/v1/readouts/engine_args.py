@@ -13,7 +13,6 @@ from vllm.config.readouts import ReadoutConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.modules import (
-    ModuleInfo,
     check_model,
     check_place,
     describe_module,
@@ -22,6 +21,7 @@ from vllm.v1.readouts.modules import (
 from vllm.v1.residual.addresses import MLP_ADD
 from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.residual.model_identity import identity_of_config
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
 

@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -25,6 +25,7 @@ from vllm.v1.readouts.errors import fail
 from vllm.v1.residual.addresses import hook_name, why_not
 from vllm.v1.residual.file_facts import split_facts
 from vllm.v1.residual.model_identity import ModelIdentity
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.sae import SparseAutoencoder, load_sae
 from vllm.v1.residual.sae.files import SAEFileError
 from vllm.v1.residual.sae.load import FILES as SAE_FILES
@@ -33,58 +34,10 @@ from vllm.v1.residual.tap import HOOK_NAMES, Tap
 
 FORMAT = "clearbox-readout-v1"
 
-ModuleKind: TypeAlias = Literal["probe", "translator", "sae"]
 
 ACTIVATIONS = ("none", "relu", "sigmoid", "softmax", "jumprelu")
 MAX_VECTORS = 4096
 """Most vectors of one probe."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleInfo:
-    """A module's description for the front end; only workers hold its weights."""
-
-    name: str
-    kind: ModuleKind
-    path: str
-    width: int
-    """Hidden size of the rows that it reads."""
-    size: int
-    """Values of a probe, features of an SAE, or layers of a translator."""
-    tap: Tap | None = None
-    """`(layer, hook)` that the module states as its own, or None."""
-    layers: tuple[int, ...] = ()
-    """Layers of a translator."""
-    model: str = ""
-    """The model that the file names; empty if none."""
-    weights: str = ""
-    """Digest of that model's weights; empty if the file does not have it."""
-    selection: str = ""
-    """How an SAE selects active features, see `SparseAutoencoder`."""
-    active: int | None = None
-    """Active features per row, for an SAE with a fixed number of them."""
-    is_transcoder: bool = False
-    """Whether an SAE writes at another place than it reads."""
-    writes: Tap | None = None
-    """`(layer, hook)` at which it writes, if its file states it."""
-    width_out: int = 0
-    """Hidden size of the rows that it writes."""
-    fingerprint: str = ""
-    """SHA-256 of a probe's or an SAE's weights and of how it uses them."""
-
-    def describe(self) -> dict[str, Any]:
-        """A JSON-serialisable description, without the path."""
-        said: dict[str, Any] = {"kind": self.kind, "width": self.width}
-        said["features" if self.kind == "sae" else "size"] = self.size
-        if self.tap is not None:
-            said |= {"layer": self.tap[0], "hook": self.tap[1]}
-        if self.layers:
-            said["layers"] = list(self.layers)
-        if self.kind == "sae":
-            said |= {"selection": self.selection, "k": self.active}
-        if self.is_transcoder and self.writes is not None:
-            said["writes"] = {"layer": self.writes[0], "hook": self.writes[1]}
-        return said | ({"model": self.model} if self.model else {})
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

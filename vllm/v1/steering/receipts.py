@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.residual.receipts import Doses, Effect, ReceiptPart
-from vllm.v1.residual.receipts import Fired as Fired
-from vllm.v1.residual.receipts import StepReceipt as StepReceipt
 from vllm.v1.steering.conditions import Condition
 
 WHEN = "when"

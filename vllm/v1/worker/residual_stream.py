@@ -8,7 +8,7 @@ known, `begin_step` before the forward pass and `end_step` after it. Only the vi
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -161,7 +161,8 @@ class OpenResidualStream(ResidualStream):
         """
         super().__init__(hook_points)
         self._capture = capture
-        self.readouts = None if capture is None else capture.readouts
+        readouts = None if capture is None else capture.readouts
+        self.readouts = cast("WorkerReadouts | None", readouts)
         self.steering = steering
         self.hooks = hooks
         self._graphs = graphs

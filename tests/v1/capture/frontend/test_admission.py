@@ -25,6 +25,7 @@ from vllm.v1.capture.types import CaptureSpec
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan
 from vllm.v1.residual.spans import OPEN_END
+from vllm.v1.steering.spec.arrays import as_array
 
 WIDTH, LAYERS = 8, 4
 ROW_BYTES = WIDTH * torch.float32.itemsize
@@ -78,7 +79,7 @@ def admission(
 ) -> Admission:
     points = dict.fromkeys(range(LAYERS), HOOKS)
     options = config(rows_per_step, chunked)
-    readouts = ReadoutAdmission(options)
+    readouts = ReadoutAdmission(options, as_array)
     return Admission(options, consumers or {"asking": Asking()}, points, readouts)
 
 

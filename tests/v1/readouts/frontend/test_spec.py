@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from vllm import SamplingParams
-from vllm.v1.capture.frontend.disabled import NO_CAPTURE
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.readouts.frontend.admission import parse_stops
 from vllm.v1.readouts.frontend.spec import Server, parse_readout
-from vllm.v1.readouts.modules import ModuleInfo
+from vllm.v1.residual.frontend.front_end import NO_FRONT_END
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.readout_plan import Readout
+from vllm.v1.steering.spec.arrays import as_array
 
 CONTEXT = CaptureContext(
     VllmInternalRequestId("r"),
@@ -27,7 +28,7 @@ CONTEXT = CaptureContext(
     max_tokens=8,
     hook_points=dict.fromkeys(range(3), ("pre_attn", "post_attn", "post_block")),
 )
-SERVER = Server({}, vocab_size=1280, max_top_k=64)
+SERVER = Server({}, vocab_size=1280, max_top_k=64, parse_array=as_array)
 RIGHT: dict[str, dict[str, Any]] = {
     "probe": {"vectors": [[0.25] * 4], "bias": [0.5], "layer": 1, "hook": "post_block"},
     "lens": {"layers": [1], "top_k": 3, "tokens": [5]},
@@ -84,7 +85,7 @@ IGNORED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("key", "more"), IGNORED)
 def test_nothing_that_a_probe_says_is_ignored(key: str, more: dict[str, Any]) -> None:
-    server = Server({"d": NAMED}, vocab_size=1280, max_top_k=64)
+    server = Server({"d": NAMED}, vocab_size=1280, max_top_k=64, parse_array=as_array)
     spec = {"kind": "probe", **RIGHT["probe"], **more}
     if spec["vectors"] is None:
         del spec["vectors"]
@@ -122,7 +123,7 @@ def test_a_feature_that_ends_a_request_is_one_that_is_read(
     more: dict[str, Any], rule: dict[str, Any], said: str
 ) -> None:
     modules = {"k": TOP_K, "free": replace(TOP_K, name="free", active=None)}
-    server = Server(modules, vocab_size=1280, max_top_k=64)
+    server = Server(modules, vocab_size=1280, max_top_k=64, parse_array=as_array)
     spec = {"kind": "sae", "layer": 1, **more}
     readout = parse_readout("n", spec, CONTEXT, server)
     rules = [{"readout": "n", "above": 1.0, **rule}]
@@ -146,7 +147,13 @@ def test_an_address_names_the_layer_too(kind: str, hook: str) -> None:
 
 
 def test_a_lens_on_a_head_that_is_no_linear_map_is_refused() -> None:
-    server = Server({}, vocab_size=1280, max_top_k=64, lens_refusal="no linear head")
+    server = Server(
+        {},
+        vocab_size=1280,
+        max_top_k=64,
+        parse_array=as_array,
+        lens_refusal="no linear head",
+    )
     with pytest.raises(ReadoutValidationError, match="no linear head") as found:
         parse_readout("n", {"kind": "lens", **RIGHT["lens"]}, CONTEXT, server)
     assert found.value.parameter == "readouts.n.kind"
@@ -159,5 +166,5 @@ def test_a_lens_on_a_head_that_is_no_linear_map_is_refused() -> None:
 def test_readouts_on_an_engine_without_them_are_refused() -> None:
     params = SamplingParams(readouts={"n": {"kind": "probe", **RIGHT["probe"]}})
     with pytest.raises(ValueError, match="--enable-readouts") as found:
-        NO_CAPTURE.admit("r", params, 3)
+        NO_FRONT_END.admit("r", params, 3)
     assert "readouts" in str(found.value)

@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 
 from tests.v1.steering.frontend._arguments import steering_arguments
 from vllm.v1.readouts.modules import save_probe
+from vllm.v1.residual.frontend.engine_args import steering_config
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.frontend.engine_args import steering_config
 
 OUT = {"op": "project_out", "vector": [1.0] * 4}
 

@@ -13,6 +13,7 @@ from vllm.config import ParallelConfig
 from vllm.config.readouts import ReadoutConfig
 from vllm.config.steering import SteeringConfig
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.steering.errors import (
     SteeringChangeError,
@@ -78,5 +79,5 @@ def test_of_several_modules_a_wrong_one_is_named(
     identity = ModelIdentity("tiny", text)
     monkeypatch.setattr(frontend_module, "identity_of", lambda config: identity)
     with pytest.raises(SteeringValidationError, match=wrong) as refused:
-        SteeringFrontend(config)
+        SteeringFrontend(config, named_files(dict))
     assert str(refused.value).startswith(f"--steering-modules {name}={bad}: ")

@@ -11,15 +11,13 @@ from uuid import uuid1
 from vllm.logger import init_logger
 from vllm.v1.capture.core.engine import end_captures_now
 from vllm.v1.capture.engine_args import ready_instances
-from vllm.v1.capture.frontend.admission import Admission
+from vllm.v1.capture.frontend.admission import Admission, ReadoutPlanner
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.frontend.frontend import CaptureFrontend
 from vllm.v1.capture.frontend.request_ends import EndsSender
 from vllm.v1.capture.frontend.streaming import LiveRows
 from vllm.v1.capture.registry import build_consumer, check_folders
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.readouts.engine_args import check_places
-from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.residual.capture_plan import CaptureEnd
 
 if TYPE_CHECKING:
@@ -29,18 +27,19 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-def open_for_engine(engine: "LLMEngine") -> NoCapture:
+def open_for_engine(engine: "LLMEngine", readouts: ReadoutPlanner) -> NoCapture:
     """The front end for an `LLMEngine`, whose core may run in this process."""
-    return _open(engine, _Sender(engine.engine_core), offline=engine)
+    return _open(engine, readouts, _Sender(engine.engine_core), offline=engine)
 
 
-def open_for_async_engine(engine: "AsyncLLM") -> NoCapture:
+def open_for_async_engine(engine: "AsyncLLM", readouts: ReadoutPlanner) -> NoCapture:
     """The front end for an `AsyncLLM`, whose core runs in other processes."""
-    return _open(engine, _AsyncSender(engine.engine_core))
+    return _open(engine, readouts, _AsyncSender(engine.engine_core))
 
 
 def _open(
     engine: "LLMEngine | AsyncLLM",
+    readouts: ReadoutPlanner,
     send: EndsSender,
     offline: "LLMEngine | None" = None,
 ) -> NoCapture:
@@ -55,8 +54,6 @@ def _open(
     points = {
         layer: tuple(names) for layer, names in (config.hook_points or {}).items()
     }
-    check_places(engine.vllm_config)
-    readouts = ReadoutAdmission(engine.vllm_config)
     admission = Admission(engine.vllm_config, consumers, points, readouts)
     check_folders(admission.capabilities)
     resources = getattr(engine.engine_core, "resources", None)

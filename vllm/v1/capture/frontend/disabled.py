@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.errors import check_flags, fail
-from vllm.v1.readouts.errors import fail as readout_error
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NoCapture:
-    """Refuses requests that ask for captures or readouts; otherwise does nothing.
+    """Refuses requests that ask for captures; otherwise does nothing.
 
     The methods are described at its subclass `CaptureFrontend`.
     """
@@ -27,21 +26,13 @@ class NoCapture:
         num_prompt_tokens: int,
         resumable: bool = False,
     ) -> None:
-        """Refuse a request that asks for captures or readouts.
+        """Refuse a request that asks for captures.
 
         Raises:
             CaptureValidationError: it does; the message names the option to start with.
 
         """
         check_flags(params)
-        for name in ("readouts", "stop_when"):
-            if getattr(params, name) is not None:
-                raise readout_error(
-                    f"{name}: readouts are not enabled on this server; start it with "
-                    "--enable-readouts, or LLM(enable_readouts=True) offline",
-                    name,
-                    getattr(params, name),
-                )
         if isinstance(params.capture, Mapping) and not params.capture:
             params.capture = None  # Asks for nothing.
         if params.capture is not None:

@@ -32,7 +32,6 @@ from vllm.v1.capture.transport.zmq_channel import (
 )
 from vllm.v1.capture.types import CaptureChunk
 from vllm.v1.capture.worker.stats_reporter import PERIOD_SECONDS
-from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.residual.capture_plan import LIVE
 
 if TYPE_CHECKING:
@@ -98,11 +97,6 @@ class CaptureFrontend(NoCapture):
             self._requests.note,
         )
         self._status = CaptureStatus(self._drivers.counters)
-
-    @property
-    def readouts(self) -> ReadoutAdmission:
-        """Admission of readouts, with the modules that requests may use."""
-        return self._admission.readouts
 
     def admit(
         self,

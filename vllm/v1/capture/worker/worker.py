@@ -42,8 +42,8 @@ from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage, hand_over
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.offload import Offload, row_encoder
+from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
-from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan
 from vllm.v1.residual.row_blocks import local_groups
 from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout
@@ -85,7 +85,7 @@ class WorkerCapture:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
-        readouts: WorkerReadouts | None = None,
+        readouts: RowReader | None = None,
     ) -> None:
         config = self._config = vllm_config.capture_config
         BUDGET.limit = config.host_memory_bytes

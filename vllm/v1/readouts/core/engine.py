@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.worker import calls
-from vllm.v1.steering.core.saes import uses_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -62,7 +61,8 @@ def _saes(core: "EngineCore") -> dict[str, str]:
 
 
 def _check_unused(core: "EngineCore", name: str) -> None:
-    if users := uses_of(core, name):
+    engine: Any = core
+    if users := engine.residual.users_of(core, name):
         raise fail(f"name: {name!r} is steered by: {users}", "name", name)
 
 

@@ -6,14 +6,19 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.frontend.spec import Server, parse_readout, without_functions
-from vllm.v1.readouts.modules import ModuleInfo
+from vllm.v1.readouts.frontend.spec import (
+    ParseArray,
+    Server,
+    parse_readout,
+    without_functions,
+)
 from vllm.v1.residual.bounds import counted
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import finite_number, is_integer
 from vllm.v1.residual.plain_data import fault_of, plain
 from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader, StopWhen
+from vllm.v1.residual.row_selection import CaptureContext
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,13 +31,26 @@ MAX_NAME = 128
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
+def refuse(params: "SamplingParams") -> None:
+    """Refuse a request that asks for readouts, where they are not enabled."""
+    for name in ("readouts", "stop_when"):
+        if getattr(params, name) is not None:
+            raise fail(
+                f"{name}: readouts are not enabled on this server; start it with "
+                "--enable-readouts, or LLM(enable_readouts=True) offline",
+                name,
+                getattr(params, name),
+            )
+
+
 class ReadoutAdmission:
     """Builds a `ReadoutPlan` from a request's `readouts` and `stop_when`. Thread-safe.
 
     Starts with the modules of the server's configuration.
     """
 
-    def __init__(self, vllm_config: "VllmConfig") -> None:
+    def __init__(self, vllm_config: "VllmConfig", parse_array: ParseArray) -> None:
+        self._parse_array = parse_array
         config = vllm_config.readout_config
         self.enabled = config.enabled
         self._max_top_k = config.max_top_k
@@ -72,7 +90,8 @@ class ReadoutAdmission:
         """
         if params.readouts is None and params.stop_when is None:
             return None
-        self._check_enabled(params)
+        if not self.enabled:
+            refuse(params)
         for name in ("readouts", "stop_when"):
             _check_range(getattr(params, name), name)
         if params.readouts is None:
@@ -122,18 +141,9 @@ class ReadoutAdmission:
             self.modules,
             self._model_config.get_vocab_size(),
             self._max_top_k,
+            self._parse_array,
             lens_refusal=self._lens_refusal,
         )
-
-    def _check_enabled(self, params: "SamplingParams") -> None:
-        if not self.enabled:
-            name = "readouts" if params.readouts is not None else "stop_when"
-            raise fail(
-                f"{name}: readouts are not enabled on this server; start it with "
-                "--enable-readouts, or LLM(enable_readouts=True) offline",
-                name,
-                getattr(params, name),
-            )
 
 
 def _reader(consumer: str, raw: Any, plan: ReadoutPlan | None) -> ReadoutReader:

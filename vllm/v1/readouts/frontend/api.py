@@ -4,19 +4,17 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.frontend.admission import ReadoutAdmission
-from vllm.v1.readouts.modules import ModuleInfo, check_place
+from vllm.v1.readouts.modules import check_place
 from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.engine_call import call_engine
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
-from vllm.v1.steering.frontend.frontend import SteeringFrontend
-from vllm.v1.steering.frontend.named import NamedFiles
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -132,19 +130,23 @@ def _refused() -> Iterator[None]:
         raise fail(text.partition(" (parameter=")[0], "name", None) from error
 
 
-def _admission(engine: Any) -> ReadoutAdmission | None:
-    """What knows the modules for readouts, where requests can read out."""
-    # Imported late: that module imports ours.
-    from vllm.v1.capture.frontend.frontend import CaptureFrontend
+class Registry(Protocol):
+    """What knows the modules, for readouts or for entries of steering."""
 
-    frontend = engine.capture
-    return frontend.readouts if isinstance(frontend, CaptureFrontend) else None
+    @property
+    def modules(self) -> dict[str, ModuleInfo]:
+        """The modules by name."""
+
+    def put(self, info: ModuleInfo) -> None:
+        """Add or replace a module."""
+
+    def remove(self, name: str) -> None:
+        """Remove a module, if it is there."""
 
 
-def _named(engine: Any) -> NamedFiles | None:
-    """What knows them for entries of steering, where requests can be steered."""
-    frontend = engine.input_processor.residual.steering
-    return frontend.named if isinstance(frontend, SteeringFrontend) else None
+def _registries(engine: Any) -> list[Registry]:
+    found: list[Registry] = engine.input_processor.residual.registries
+    return found
 
 
 def _having(engine: Any) -> dict[str, ModuleInfo]:
@@ -154,8 +156,8 @@ def _having(engine: Any) -> dict[str, ModuleInfo]:
         ReadoutValidationError: it does neither.
 
     """
-    places = [one for one in (_admission(engine), _named(engine)) if one is not None]
-    if not places:
+    registries = _registries(engine)
+    if not registries:
         raise fail(
             "this server has neither readouts nor steering; start it with "
             "--enable-readouts or --enable-steering, or LLM(enable_readouts=True) "
@@ -163,19 +165,17 @@ def _having(engine: Any) -> dict[str, ModuleInfo]:
             "name",
             None,
         )
-    return places[0].modules
+    return registries[0].modules
 
 
 def _put(engine: Any, info: ModuleInfo) -> None:
-    for place in (_admission(engine), _named(engine)):
-        if place is not None:
-            place.put(info)
+    for registry in _registries(engine):
+        registry.put(info)
 
 
 def _remove(engine: Any, name: str) -> None:
-    for place in (_admission(engine), _named(engine)):
-        if place is not None:
-            place.remove(name)
+    for registry in _registries(engine):
+        registry.remove(name)
 
 
 def _tap(layer: Any, hook: Any) -> Tap | None:
@@ -258,7 +258,7 @@ def _known(engine: Any, name: Any, kind: str = "") -> None:
 
 def _described(engine: Any, counters: dict[str, Any]) -> dict[str, Any]:
     config = engine.vllm_config.readout_config
-    modules = _having(engine) if config.enabled or _named(engine) is not None else {}
+    modules = _having(engine) if _registries(engine) else {}
     return {
         "enabled": config.enabled,
         "modules": {name: one.describe() for name, one in modules.items()},

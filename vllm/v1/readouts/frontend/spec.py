@@ -5,31 +5,37 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.capture.types import CaptureContext
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
-from vllm.v1.readouts.modules import ACTIVATIONS, MAX_VECTORS, ModuleInfo
+from vllm.v1.readouts.modules import ACTIVATIONS, MAX_VECTORS
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import Fail, is_float32, is_integer
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce
-from vllm.v1.residual.row_selection import parse_hooks, resolve_positions
+from vllm.v1.residual.row_selection import (
+    CaptureContext,
+    parse_hooks,
+    resolve_positions,
+)
 from vllm.v1.residual.selectors import parse_layers
 from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.arrays import as_array
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 ENTRY_POINTS = "vllm.readouts"
 MAX_TOKENS = 1024
 """Token ids of a lens, and features of an SAE, listed in a request."""
+
+
+ParseArray: TypeAlias = Callable[[Any, str], npt.NDArray[np.float32]]
+"""`parse_array(raw, parameter)`; raises a `ValueError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class Server:
     modules: Mapping[str, ModuleInfo]
     vocab_size: int
     max_top_k: int
+    parse_array: ParseArray
+    """Reads numbers from lists, arrays, tensors and packed data."""
     lens_refusal: str = ""
     """Why the model does not support lenses; empty if it does."""
 
@@ -276,8 +284,8 @@ def _own_probe(spec: Spec, given: Any) -> Probe:
 
 def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
     try:
-        vectors = np.atleast_2d(as_array(given, spec.where("vectors")))
-    except SteeringValidationError:  # Text, booleans, or lists of different lengths.
+        vectors = np.atleast_2d(spec.server.parse_array(given, spec.where("vectors")))
+    except ValueError:  # Text, booleans, or lists of different lengths.
         vectors = np.zeros((0, 0), dtype=np.float32)
     wide = spec.ctx.hidden_size
     if vectors.ndim != 2 or not 0 < len(vectors) <= MAX_VECTORS:

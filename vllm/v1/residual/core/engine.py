@@ -16,6 +16,7 @@ from vllm.v1.residual.core.messages import ModelFacts
 from vllm.v1.residual.core.scheduler import has_features
 from vllm.v1.steering.core import engine as steering
 from vllm.v1.steering.core import name_log, refusals
+from vllm.v1.steering.core.saes import uses_of
 from vllm.v1.steering.vector_cache import ReceivedVectors
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class NoCore:
     ) -> None:
         """Complete the outputs of a step, before the next one is scheduled."""
 
+    def users_of(self, core: "EngineCore", sae: str) -> str:
+        """What uses an SAE now, as text; empty if nothing does."""
+        return ""
+
     def accepts_when_stopping(self, call: str) -> bool:
         """Whether a front end may still make a call while the engine stops."""
         return False
@@ -110,6 +115,9 @@ class CoreFeatures(NoCore):
         self, core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]"
     ) -> None:
         nonfinite_streams.explain(core, outputs)
+
+    def users_of(self, core: "EngineCore", sae: str) -> str:
+        return uses_of(core, sae)
 
     def accepts_when_stopping(self, call: str) -> bool:
         # Requests that finish while the engine drains were captured.

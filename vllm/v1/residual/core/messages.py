@@ -13,9 +13,9 @@ from vllm.v1.hooks.plan import HookPlan
 from vllm.v1.readouts.token_steps import StepReadouts
 from vllm.v1.residual.capture_plan import CapturePlan
 from vllm.v1.residual.readout_plan import ReadoutPart
+from vllm.v1.residual.receipts import Fired, ReceiptPart, StepReceipt
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.plan import SteeringTiers
-from vllm.v1.steering.receipts import Fired, ReceiptPart, StepReceipt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,11 +14,11 @@ from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.request import RequestStatus
 from vllm.v1.residual.core.messages import RequestResults
 from vllm.v1.residual.nonfinite_streams import BlockIds, NonFiniteStreams
+from vllm.v1.residual.receipts import Fired
 from vllm.v1.residual.suspect_blocks import SuspectBlocks
 from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.core.receipts import note_receipt, take_receipt
 from vllm.v1.steering.core.scheduler import steering_scheduling, take_vectors_off
-from vllm.v1.steering.receipts import Fired
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

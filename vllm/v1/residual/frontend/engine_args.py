@@ -2,13 +2,17 @@
 """The options of the features, and their configurations made from the options."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from vllm.v1.capture.engine_args import add_capture_arguments, capture_config
 from vllm.v1.readouts.engine_args import add_readout_arguments, readout_config
-from vllm.v1.steering.frontend.engine_args import (
-    add_steering_arguments,
-    steering_config,
-)
+from vllm.v1.residual.frontend.named_files import named_files
+from vllm.v1.steering.frontend import engine_args as steering
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.config.steering import SteeringConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 __all__ = ["add_arguments", "capture_config", "readout_config", "steering_config"]
 
@@ -17,4 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, in the order of the help text."""
     add_capture_arguments(parser)
     add_readout_arguments(parser)
-    add_steering_arguments(parser)
+    steering.add_steering_arguments(parser)
+
+
+def steering_config(
+    args: "EngineArgs", model_config: "ModelConfig | None" = None
+) -> "SteeringConfig":
+    """As of steering, whose files may name the modules of readouts.
+
+    Raises:
+        SteeringValidationError: an option is invalid, or needs `--enable-steering`.
+
+    """
+    if model_config is None:
+        return steering.steering_config(args)
+    known = model_config
+    named = named_files(lambda: readout_config(args, known).described)
+    return steering.steering_config(args, known, named)

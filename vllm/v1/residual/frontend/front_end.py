@@ -13,8 +13,12 @@ from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.selectors import check_request_size
 from vllm.v1.hooks.frontend import attach as hooks_attaching
 from vllm.v1.hooks.frontend.frontend import NO_HOOKS, NoHooks
+from vllm.v1.readouts.engine_args import check_places
+from vllm.v1.readouts.frontend.admission import ReadoutAdmission
+from vllm.v1.readouts.frontend.admission import refuse as refuse_readouts
 from vllm.v1.residual import nonfinite_streams
 from vllm.v1.residual.engine_stop import log_end as log_end
+from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.frontend.results import results_of
 from vllm.v1.steering.core import refusals
 from vllm.v1.steering.frontend import async_frontend
@@ -23,6 +27,8 @@ from vllm.v1.steering.frontend.frontend import (
     NoSteering,
     SteeringControl,
 )
+from vllm.v1.steering.frontend.named import NamedFiles
+from vllm.v1.steering.spec.arrays import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +50,7 @@ class FrontEnd:
         capture: NoCapture = NO_CAPTURE,
         hooks: NoHooks = NO_HOOKS,
         control: Any = None,
+        readouts: ReadoutAdmission | None = None,
     ) -> None:
         """Join front ends.
 
@@ -52,14 +59,22 @@ class FrontEnd:
             hooks: admits functions, and takes what they saved.
             control: changes global vectors, `SteeringControl` or its asynchronous
                 counterpart; None before the engine has started.
+            readouts: plans readouts, if rows are captured or read out.
 
         """
+        self.readouts = readouts
         self.capture = capture
         self.hooks = hooks
         self.control = control
         self.steering: NoSteering = NO_STEERING_FRONTEND
         if control is not None:
             self.steering = control.frontend
+
+    @property
+    def registries(self) -> list[Any]:
+        """What knows the probes and SAEs of this server by name, for each feature."""
+        known = [self.readouts, getattr(self.steering, "named", None)]
+        return [registry for registry in known if registry is not None]
 
     async def prepare(self, params: Any) -> Any:
         """Bound a request's parameters before they are copied, and parse large ones.
@@ -93,6 +108,8 @@ class FrontEnd:
 
         """
         self.steering.admit(params, num_prompt, resumable)
+        if self.readouts is None:
+            refuse_readouts(params)
         # Last, as it reserves names for admitted requests.
         self.capture.admit(request_id, params, num_prompt, resumable)
 
@@ -172,26 +189,42 @@ NO_FRONT_END = FrontEnd()
 
 def open_front_end(engine: "LLMEngine") -> FrontEnd:
     """Open the front end of an offline engine, whose core has started."""
+    readouts = _readouts(engine)
     return _shared(
         engine,
         FrontEnd(
-            capture_attaching.open_for_engine(engine),
+            capture_attaching.open_for_engine(engine, readouts),
             hooks_attaching.open_for_engine(engine),
-            SteeringControl(engine),
+            SteeringControl(engine, _named(engine)),
+            readouts if engine.vllm_config.capture_config.enabled else None,
         ),
     )
 
 
 def open_async_front_end(engine: "AsyncLLM") -> FrontEnd:
     """Open the front end of a serving engine, whose core has started."""
+    readouts = _readouts(engine)
     return _shared(
         engine,
         FrontEnd(
-            capture_attaching.open_for_async_engine(engine),
+            capture_attaching.open_for_async_engine(engine, readouts),
             hooks_attaching.open_for_async_engine(engine),
-            async_frontend.open_control(engine),
+            async_frontend.open_control(engine, _named(engine)),
+            readouts if engine.vllm_config.capture_config.enabled else None,
         ),
     )
+
+
+def _readouts(engine: "LLMEngine | AsyncLLM") -> ReadoutAdmission:
+    config = engine.vllm_config
+    if config.capture_config.enabled or config.steering_config.enabled:
+        check_places(config)
+    return ReadoutAdmission(config, as_array)
+
+
+def _named(engine: "LLMEngine | AsyncLLM") -> NamedFiles:
+    described = engine.vllm_config.readout_config.described
+    return named_files(lambda: described)
 
 
 def _shared(engine: "LLMEngine | AsyncLLM", opened: FrontEnd) -> FrontEnd:

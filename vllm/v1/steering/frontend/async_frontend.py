@@ -25,6 +25,7 @@ from vllm.v1.steering.frontend.frontend import (
     open_frontend,
 )
 from vllm.v1.steering.frontend.name_sync import FollowedNames
+from vllm.v1.steering.frontend.named import NamedFiles
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -159,11 +160,11 @@ async def _beside(work: Callable[..., T], *args: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_PARSING, work, *args)
 
 
-def open_control(engine: "AsyncLLM") -> AsyncSteeringControl:
+def open_control(engine: "AsyncLLM", named: NamedFiles) -> AsyncSteeringControl:
     """Create the steering control of a serving engine."""
     several = engine.vllm_config.parallel_config._api_process_count > 1
     engines = Engines(engine.engine_core)
-    return AsyncSteeringControl(open_frontend(engine), engines, several)
+    return AsyncSteeringControl(open_frontend(engine, named), engines, several)
 
 
 async def raise_refusal(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config.steering import MAX_DYNAMIC, SteeringConfig
 from vllm.logger import init_logger
-from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.early_files import check_files
 from vllm.v1.steering.frontend.named import NamedFiles
@@ -105,13 +104,16 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def steering_config(
-    args: "EngineArgs", model_config: "ModelConfig | None" = None
+    args: "EngineArgs",
+    model_config: "ModelConfig | None" = None,
+    named: "NamedFiles | None" = None,
 ) -> SteeringConfig:
     """Create the steering configuration from the engine's arguments.
 
     Args:
         args: the engine's arguments.
         model_config: the model that vector files must fit; None if it is not known.
+        named: the probes and SAEs that entries of these files may name.
 
     Raises:
         SteeringValidationError: an option is invalid, or needs `--enable-steering`.
@@ -176,10 +178,8 @@ def steering_config(
         hooks=args.vllm_lens_api,
         remote_code=args.allow_remote_code_hooks,
     )
-    if model_config is not None:
-        known = model_config
-        named = NamedFiles(lambda: readout_config(args, known).described)
-        check_files(config, known, named)
+    if model_config is not None and named is not None:
+        check_files(config, model_config, named)
     return config
 
 

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.v1.readouts.engine_args import check_places
 from vllm.v1.residual.addresses import without_aliases
 from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.model_identity import identity_of
@@ -112,16 +111,19 @@ class NoSteering:
 class SteeringFrontend(NoSteering):
     """The front end of an engine with steering enabled."""
 
-    def __init__(self, vllm_config: "VllmConfig") -> None:
+    def __init__(self, vllm_config: "VllmConfig", named: NamedFiles) -> None:
         """Read the configured modules from their files.
+
+        Args:
+            vllm_config: the engine's configuration.
+            named: the probes and SAEs that entries may name.
 
         Raises:
             SteeringValidationError: a file is invalid or was made for another model.
 
         """
         points = vllm_config.capture_config.hook_points or {}
-        described = vllm_config.readout_config.described
-        self.named = NamedFiles(lambda: described)
+        self.named = named
         """The probes and SAEs that entries may name."""
         model = SteeredModel(
             points,
@@ -139,7 +141,6 @@ class SteeringFrontend(NoSteering):
         servers = vllm_config.parallel_config._api_process_count
         self.admission.alone = servers == 1
         self.identity = identity_of(vllm_config)
-        check_places(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
             with about_module(name, path):
                 self._load(name, path)
@@ -243,18 +244,18 @@ NO_STEERING_FRONTEND = NoSteering()
 CLEARED = Change(SteeringTiers(), [])
 
 
-def open_frontend(engine: "LLMEngine | AsyncLLM") -> NoSteering:
+def open_frontend(engine: "LLMEngine | AsyncLLM", named: NamedFiles) -> NoSteering:
     """Create the front end that admits an engine's requests."""
     if not engine.vllm_config.steering_config.enabled:
         return NO_STEERING_FRONTEND
-    return SteeringFrontend(engine.vllm_config)
+    return SteeringFrontend(engine.vllm_config, named)
 
 
 class SteeringControl:
     """`set_steering`, `clear_steering` and `get_steering` of an offline engine."""
 
-    def __init__(self, engine: "LLMEngine") -> None:
-        self.frontend = open_frontend(engine)
+    def __init__(self, engine: "LLMEngine", named: NamedFiles) -> None:
+        self.frontend = open_frontend(engine, named)
         self._core: Any = engine.engine_core
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:

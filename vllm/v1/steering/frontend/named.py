@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from vllm.v1.readouts.modules import ModuleInfo, ProbeModule, load_module
 from vllm.v1.residual.bounds import listed
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.named import NamedProbe, NamedSAE
 
@@ -19,10 +19,21 @@ class NamedFiles:
     names it for the first time.
     """
 
-    def __init__(self, described: Callable[[], Mapping[str, Any]]) -> None:
-        """Start empty; `described` returns the configured modules on first use."""
+    def __init__(
+        self,
+        described: Callable[[], Mapping[str, Any]],
+        load_probe: Callable[[ModuleInfo], NamedProbe | None],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            described: returns the configured modules, on first use.
+            load_probe: reads a probe's file; None if it has changed since.
+
+        """
         self._lock = threading.RLock()
         self._described = described
+        self._load_probe = load_probe
         self._probes: dict[str, NamedProbe] = {}
 
     @cached_property
@@ -61,9 +72,16 @@ class NamedFiles:
                 "Register it with --readout-modules, or give its vector",
                 at,
             )
-            if name not in self._probes:
-                self._probes[name] = _loaded(info, at)
-            return self._probes[name]
+            probe = self._probes.get(name) or self._load_probe(info)
+            if probe is None:
+                raise fail(
+                    f"{at}: the file of {name!r} has changed since it was registered; "
+                    "register it again",
+                    at,
+                    name,
+                )
+            self._probes[name] = probe
+            return probe
 
     def sae(self, name: str, at: str) -> NamedSAE:
         """The SAE of a name.
@@ -98,21 +116,3 @@ class NamedFiles:
             at,
             name,
         )
-
-
-def _loaded(info: ModuleInfo, at: str) -> NamedProbe:
-    module = load_module(info.name, info.path)
-    if not isinstance(module, ProbeModule) or module.fingerprint() != info.fingerprint:
-        raise fail(
-            f"{at}: the file of {info.name!r} has changed since it was registered; "
-            "register it again",
-            at,
-            info.name,
-        )
-    return NamedProbe(
-        module.vectors.numpy(),
-        module.bias.numpy(),
-        module.activation,
-        module.cosine,
-        info.tap,
-    )

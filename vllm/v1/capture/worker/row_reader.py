@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reads staged rows on the device; readouts do."""
+
+from typing import Protocol
+
+import torch
+
+from vllm.v1.residual.readout_plan import ReadoutCounters, ReadoutPlan
+from vllm.v1.residual.row_blocks import LocalGroup
+from vllm.v1.residual.step_layout import PlacedStep
+from vllm.v1.residual.step_view import StepView
+
+
+class RowReader(Protocol):
+    """Called on the engine's thread, with the steps whose rows capture has staged."""
+
+    @property
+    def counters(self) -> dict[str, ReadoutCounters]:
+        """By what is computed; another thread reads them."""
+
+    def compile_kernels(self, staging: torch.Tensor) -> None:
+        """Compile what steps launch; `staging` is `[S, hidden_size]`."""
+
+    def add_request(
+        self,
+        req_id: str,
+        plan: ReadoutPlan,
+        groups: tuple[LocalGroup, ...],
+        num_prompt_tokens: int,
+    ) -> None:
+        """Add a request when it is first scheduled."""
+
+    def remove(self, req_id: str) -> None:
+        """Drop a finished request."""
+
+    def run(
+        self,
+        placed: PlacedStep | None,
+        view: StepView,
+        staging: torch.Tensor,
+        first_row: int,
+    ) -> None:
+        """Read the rows of a step, after its forward pass."""
