@@ -34,9 +34,11 @@ def test_the_null_object_changes_nothing() -> None:
 
 
 def test_calls_of_another_fork_are_refused_with_all_features_off_too() -> None:
-    NO_CORE.check_worker_call("get_model")
+    core: Any = SimpleNamespace()
+    NO_CORE.note_worker_call(core, "get_model")
+    NO_CORE.note_worker_call(core, lambda worker: None)
     with pytest.raises(SteeringValidationError, match=r"LLM\.set_steering"):
-        NO_CORE.check_worker_call("set_steering_vectors")
+        NO_CORE.note_worker_call(core, "set_steering_vectors")
 
 
 def test_ends_of_captures_arrive_while_the_engine_stops() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.residual.core.engine import NO_CORE
 from vllm.v1.steering.core.refusals import WORKER_CALLS
 from vllm.v1.steering.errors import SteeringValidationError
 
@@ -15,7 +16,7 @@ def core(called: list[Any]) -> Any:
         return []
 
     return SimpleNamespace(
-        model_executor=SimpleNamespace(collective_rpc=collective_rpc)
+        model_executor=SimpleNamespace(collective_rpc=collective_rpc), residual=NO_CORE
     )
 
 

@@ -12,6 +12,7 @@ from vllm.v1.capture.core import engine as capture
 from vllm.v1.hooks.core import engine as hooks
 from vllm.v1.readouts.core import engine as readouts
 from vllm.v1.residual import nonfinite_streams, suspect_blocks
+from vllm.v1.residual.core import block_keys
 from vllm.v1.residual.core.messages import ModelFacts
 from vllm.v1.residual.core.scheduler import has_features
 from vllm.v1.steering.core import engine as steering
@@ -21,6 +22,7 @@ from vllm.v1.steering.vector_cache import ReceivedVectors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -80,14 +82,20 @@ class NoCore:
     def close(self, core: "EngineCore") -> None:
         """Send the workers what they still wait for."""
 
-    def check_worker_call(self, method: object) -> None:
-        """Reject calls of workers' methods of an earlier public fork.
+    def note_adapter(self, core: "EngineCore", adapter: "LoRARequest") -> None:
+        """Note that an adapter is loaded before the next step."""
+        block_keys.note_adapter(core.scheduler, adapter.lora_name)
+
+    def note_worker_call(self, core: "EngineCore", method: object) -> None:
+        """Note that workers' methods are called, some of which change the weights.
 
         Raises:
-            SteeringValidationError: it is the name of such a method.
+            SteeringValidationError: it is a method of an earlier public fork.
 
         """
         refusals.refuse_worker_call(method)
+        if method in block_keys.WEIGHT_CALLS:
+            block_keys.note_weights(core.scheduler)
 
     def facts(self, config: "VllmConfig") -> ModelFacts:
         """What front ends must know of the loaded model."""

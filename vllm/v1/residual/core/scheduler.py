@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.capture.core.scheduler import capture_scheduling, loadable_tokens
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.request import RequestStatus
+from vllm.v1.residual.core.block_keys import Weights, refresh
 from vllm.v1.residual.core.messages import RequestResults
 from vllm.v1.residual.nonfinite_streams import BlockIds, NonFiniteStreams
 from vllm.v1.residual.receipts import Fired
@@ -36,6 +37,7 @@ class NoScheduling:
 
     def add_request(self, request: "Request") -> None:
         """Register a request that was added to this engine."""
+        refresh(request)
 
     def new_step(self, running: Sequence["Request"]) -> None:
         """Begin the scheduling of a step in which these requests run."""
@@ -141,6 +143,7 @@ class Scheduling(NoScheduling):
         """By request, the stop reason of the readout that ends it in this step."""
 
     def add_request(self, request: "Request") -> None:
+        super().add_request(request)
         self.capture.add_request(request)
         self.readouts.add_request(request)
 
@@ -257,6 +260,7 @@ def has_features(config: "VllmConfig") -> bool:
 
 def open_scheduling(scheduler: "Scheduler") -> NoScheduling:
     """Create the object of a new scheduler, as the last step of its constructor."""
+    Weights.begin()
     if has_features(scheduler.vllm_config):
         return Scheduling(scheduler)
     EngineSteering.begin()  # Another engine of this process may have been steered.

@@ -2,14 +2,13 @@
 """Changes of the global vectors, which the engine core carries out on all ranks."""
 
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import msgspec
 
 from vllm.logger import init_logger
 from vllm.v1.residual.kept_memory import is_on_the_host
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.steering.core.prefix_cache import EngineSteering, rehash
+from vllm.v1.steering.core.prefix_cache import EngineSteering, change
 from vllm.v1.steering.core.refusals import refuse
 from vllm.v1.steering.core.saes import missing
 from vllm.v1.steering.core.scheduler import HeldChange, SteeringScheduling
@@ -152,9 +151,7 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
     _change_on_workers(core, new)
     steering.tiers = new
     EngineSteering.set(new)
-    salt = uuid4().hex
-    for request in scheduler.requests.values():
-        rehash(request, salt, scheduler.hash_block_size)
+    change(scheduler.requests.values(), scheduler.hash_block_size)
     changes_prompts = old.prefill_digest != new.prefill_digest
     if changes_prompts and not any(
         request.num_computed_tokens for request in scheduler.requests.values()

@@ -9,8 +9,9 @@ keep no blocks for other requests.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, digest_of, tiers_of
@@ -32,6 +33,8 @@ class EngineSteering:
     decode_digest: str = ""
     dynamic: bool = False
     """Whether consumers may change what steers generated tokens."""
+    changes: int = 0
+    """How often anything has changed that block hashes name."""
 
     @classmethod
     def begin(cls, dynamic: bool = False) -> None:
@@ -42,6 +45,7 @@ class EngineSteering:
     @classmethod
     def set(cls, tiers: SteeringTiers) -> None:
         """Set the global vectors that steer the blocks hashed from now on."""
+        cls.changes += 1
         cls.tiers = tiers
         cls.prefill_digest = digest_of(tiers.base, tiers.prefill)
         cls.decode_digest = digest_of(tiers.base, tiers.decode)
@@ -112,11 +116,25 @@ def _salt(request: "Request") -> list[tuple[str, ...]]:
     return keys
 
 
-def rehash(request: "Request", salt: str, hash_block_size: int) -> None:
-    """Recompute a request's block hashes after a change of the global vectors.
+def change(requests: "Iterable[Request]", hash_block_size: int) -> None:
+    """Recompute block hashes after a change of what they name.
 
-    Blocks that are computed keep their hashes. The blocks after them depend on both the
-    old and the new vectors, so no other request may share them.
+    Args:
+        requests: those in flight that it concerns.
+        hash_block_size: number of tokens that a hash covers.
+
+    """
+    EngineSteering.changes += 1
+    salt = uuid4().hex
+    for request in requests:
+        rehash(request, salt, hash_block_size)
+
+
+def rehash(request: "Request", salt: str, hash_block_size: int) -> None:
+    """Recompute a request's block hashes after a change of vectors or weights.
+
+    Blocks that are computed keep their hashes. The blocks after them depend on what was
+    in force before and after, so no other request may share them.
     """
     computed = request.num_computed_tokens // hash_block_size
     if request.num_computed_tokens > 0:

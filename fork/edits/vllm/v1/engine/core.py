@@ -56,8 +56,14 @@ kv_cache_configs = get_kv_cache_configs(
     ),
     first(
         scope="EngineCore.collective_rpc",
-        insert="self.residual.check_worker_call(method)",
-        why="Names the remedy for calls that scripts of an earlier fork make.",
+        insert="self.residual.note_worker_call(self, method)",
+        why="Names the remedy for calls that scripts of an earlier fork make. No block "
+        "of earlier weights may be found after others are loaded.",
+    ),
+    first(
+        scope="EngineCore.add_lora",
+        insert="self.residual.note_adapter(self, lora_request)",
+        why="Blocks of an adapter that was loaded before must not be found.",
     ),
     first(
         scope="EngineCoreProc._reject_utility_in_shutdown",
