@@ -39,8 +39,6 @@ class ConsumerCapabilities:
     """`reads_client_spec`: requests may name it in `SamplingParams.capture`."""
     remembers_specs: bool
     """The instance that receives the rows must also validate the request's spec."""
-    validates_purely: bool
-    """Equal specs of requests of equal lengths are accepted alike."""
     waits: bool
     """A request that names it always waits for its results."""
     streams: bool
@@ -107,7 +105,6 @@ def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
         remembers_specs=takes_requests
         and bool(getattr(consumer, "remembers_specs", True))
         and callable(getattr(consumer, "validate_client_spec", None)),
-        validates_purely=_validates_purely(consumer),
         waits=bool(getattr(consumer, "waits", False)),
         streams=bool(getattr(consumer, "streams", False)),
         takes_readouts=takes_requests
@@ -175,12 +172,6 @@ def group_method(consumer: Any) -> OnGroup | None:
         return None
     method: OnGroup = consumer.on_group
     return method
-
-
-def _validates_purely(consumer: Any) -> bool:
-    """Whether the class that has `validate_client_spec` says so itself."""
-    own = _first_class_with(consumer, "validate_client_spec")
-    return bool(own.get("validates_purely", False))
 
 
 def _first_class_with(consumer: Any, *names: str) -> Mapping[str, Any]:

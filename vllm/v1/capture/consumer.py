@@ -59,11 +59,6 @@ class CaptureConsumer(ABC):
     that receives the rows, with the internal request id that is in their keys.
     """
 
-    validates_purely: ClassVar[bool] = False
-    """Whether `validate_client_spec` depends only on the spec, the prompt's length,
-    `max_tokens` and `n`. If so, it is not called again for an equal request. A class
-    that has its own `validate_client_spec` does not inherit it."""
-
     waits: ClassVar[bool] = False
     """Whether a request that names this consumer always waits for its results."""
 

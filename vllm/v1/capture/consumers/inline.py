@@ -67,7 +67,6 @@ class InlineConsumer(CaptureConsumer):
     location: Literal["worker", "driver"] = "worker"
     reads_client_spec: ClassVar[bool] = True
     remembers_specs: ClassVar[bool] = False
-    validates_purely: ClassVar[bool] = True
     takes_readouts: ClassVar[bool] = True
     waits: ClassVar[bool] = True
     streams: ClassVar[bool] = True

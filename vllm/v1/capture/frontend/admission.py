@@ -19,7 +19,6 @@ from vllm.v1.capture.errors import (
     fail,
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
-from vllm.v1.capture.frontend.known_specs import KnownSpecs
 from vllm.v1.capture.frontend.step_consumers import StepSpecs
 from vllm.v1.capture.selectors import check_range, check_size, check_text, within_reach
 from vllm.v1.capture.types import (
@@ -91,8 +90,6 @@ class Admission:
         )
         self._lag = scheduling_lag(vllm_config)
         self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
-        can = self.capabilities.items()
-        self._known = KnownSpecs({name for name, one in can if one.validates_purely})
         self._global_specs = self._read_global_specs()
         self.readouts = readouts
         self._steps = StepSpecs(vllm_config)
@@ -164,14 +161,6 @@ class Admission:
         asks = params.capture, params.readouts, params.stop_when
         if not (self._global_specs or self._steps) and all(one is None for one in asks):
             return None
-        key = None
-        if params.readouts is None and params.stop_when is None and not self._steps:
-            size = num_prompt_tokens, params.max_tokens, params.n
-            key = self._known.key(params.capture, *size, *sorted(streaming))
-        if (groups := self._known.find(key)) is not None:
-            return CapturePlan(
-                request_id, num_prompt_tokens, groups, reply_to, params.n
-            )
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
         if params.capture is not None:
             params.capture = self._plain_capture(params.capture)
@@ -202,7 +191,6 @@ class Admission:
             readouts=readouts,
         )
         self._check_budget(plan)
-        self._known.put(key, plan.groups)
         return plan
 
     def _readers(
