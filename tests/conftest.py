@@ -121,6 +121,7 @@ def pytest_collection_modifyitems(
         # As pytest-xdist 3.8 writes its marks, which pytest 9.2 does not read.
         for item, name in shared.items():
             item._id = type(item._id).parse(f"{item.nodeid}@{name}")
+            assert item.nodeid.endswith(name), "pytest reads another name"
 
     def rank(item: pytest.Item) -> tuple[bool, bool, int, str]:
         name = shared.get(item, "")
