@@ -4,6 +4,7 @@
 from clearbox_client.aio import AsyncClient
 from clearbox_client.client import Client
 from clearbox_client.errors import ClearboxError, InputError
+from clearbox_client.pairs import paired
 from clearbox_client.payloads import decode
 from clearbox_client.readouts import Readout
 from clearbox_client.replies import CaptureOutcome, Chunk, Reply
@@ -23,5 +24,6 @@ __all__ = [
     "Rows",
     "decode",
     "pack",
+    "paired",
     "unpack",
 ]

@@ -10,7 +10,7 @@ from clearbox_client import notebook
 from clearbox_client.payloads import packed_values
 from numpy.typing import NDArray
 
-_FACTS = ("kind", "positions", "taps", "error")
+_FACTS = ("kind", "positions", "taps", "error", "num_prompt_tokens")
 _INTEGERS = ("token_ids", "features")
 
 
@@ -30,6 +30,8 @@ class Readout:
     arrays: dict[str, NDArray[Any]]
     error: str | None = None
     """The error of the readout or of a part of it."""
+    num_prompt_tokens: int | None = None
+    """In chunks: position p is that of generated token `p - num_prompt_tokens`."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> "Readout":
@@ -44,6 +46,7 @@ class Readout:
                 if name not in _FACTS
             },
             error=answer.get("error"),
+            num_prompt_tokens=answer.get("num_prompt_tokens"),
         )
 
     def __getitem__(self, name: str) -> NDArray[Any]:

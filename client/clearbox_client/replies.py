@@ -93,7 +93,10 @@ class Chunk:
     rows: RowSet
     captures: dict[str, CaptureOutcome]
     readouts: dict[str, Readout]
-    """Readouts of the chunk's tokens; the last chunk has all."""
+    """Readouts that are new, by name; the last chunk has all.
+
+    They are those of the tokens before: a token is computed after the chunk that brings
+    it. `paired` joins texts and values."""
     raw: Mapping[str, Any] = field(repr=False)
 
     @classmethod

@@ -18,12 +18,14 @@ import pytest
 import torch
 from clearbox_client import (
     AsyncClient,
+    Chunk,
     ClearboxError,
     Client,
     InputError,
     RowSet,
     decode,
     pack,
+    paired,
     unpack,
 )
 
@@ -369,3 +371,40 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     sources = (CLIENT / "clearbox_client").iterdir()
     assert packed == {f"clearbox_client/{one.name}" for one in sources if one.is_file()}
     assert "Requires-Dist: numpy" in needs and "Requires-Dist: torch" not in needs
+
+
+def chunk_of(text: str, ids: list[int], positions: list[int]) -> Any:
+    risk = {
+        "kind": "probe",
+        "positions": positions,
+        "taps": [],
+        "values": [[float(p)] for p in positions],
+        "num_prompt_tokens": 3,
+    }
+    choice = {"index": 0, "text": text, "token_ids": ids}
+    return {"choices": [choice], "readouts": {"risk": risk} if positions else None}
+
+
+def test_a_streams_texts_are_paired_with_the_values_of_their_own_tokens() -> None:
+    events = [
+        chunk_of("a", [7], [0, 1, 2]),
+        chunk_of("bc", [8, 9], [3]),
+        chunk_of("", [10], [4, 5]),
+        chunk_of("d", [11], []),
+        chunk_of("e", [12], [0, 1, 2, 3, 4, 5, 6, 7]),
+    ]
+    chunks = [Chunk.of(event) for event in events]
+    found = [
+        (text, None if values is None else values.ravel().tolist())
+        for text, values in paired(chunks, "risk")
+    ]
+    assert found == [
+        ("a", [3.0]),
+        ("bc", [4.0, 5.0]),
+        ("", [6.0]),
+        ("d", [7.0]),
+        ("e", None),
+    ]
+    for name, array in (("other", "values"), ("risk", "other")):
+        with pytest.raises(InputError):
+            list(paired(chunks, name, array))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clearbox_client import ClearboxError, Client
+from clearbox_client import ClearboxError, Client, paired
 from clearbox_client.payloads import decode
 
 from tests.support.models import llama
@@ -131,6 +131,8 @@ def test_each_chunk_carries_what_its_tokens_bring(server: Server) -> None:
     carried = [one.get("readouts") or {} for one in chunks]
     parts = [one["p"] for one in carried if "p" in one]
     *before, last = parts
+    # A position minus this is the index of the generated token that it belongs to.
+    assert {part.pop("num_prompt_tokens") for part in parts} == {4}
     assert last == whole["p"]
     positions = [at for part in before if part for at in part["positions"]]
     assert positions == whole["p"]["positions"][: len(positions)]
@@ -348,6 +350,15 @@ def test_the_client_gets_rows_and_readouts_with_each_token(server: Server) -> No
     values = np.concatenate([one["values"] for one in bringing])
     # On a busy machine one chunk may have the results of several tokens.
     assert len(bringing) > 1 and np.array_equal(values, whole[: len(values)])
+    told = last.readouts["p"]
+    assert told.num_prompt_tokens == len(prompt)
+    pairs = list(paired([*parts, last], "p"))
+    assert "".join(text for text, _ in pairs) == "".join(
+        part.text for part in (*parts, last)
+    )
+    own = [one for one, at in zip(told["values"], told.positions) if at >= len(prompt)]
+    values = np.concatenate([one for _, one in pairs if one is not None])
+    assert np.array_equal(values, own) and pairs[-1][1] is None
     # Rows are in the first chunk that is sent after they have arrived.
     brought = [part.rows[1, "post_block"] for part in parts if part.rows]
     positions = [position for one in brought for position in one.positions]

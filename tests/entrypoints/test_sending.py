@@ -154,6 +154,21 @@ def test_a_client_that_does_not_read_is_given_up(
     assert response.unsent.bytes_for("inline") == 0
 
 
+def test_a_large_answer_without_rows_is_given_up_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "STALL_SECONDS", 0.01)
+    given: list[int] = []
+
+    async def stuck(message: Any) -> None:
+        given.append(len(message["body"]))
+        await asyncio.Event().wait()
+
+    with pytest.raises(OSError, match="does not read"):
+        asyncio.run(Sender(ResponseScope(), stuck)(body(bytes(8 * MOST_PIECE))))
+    assert given == [LEAST_PIECE]
+
+
 def test_shared_memory_expires_without_another_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -190,18 +205,19 @@ def test_a_response_that_fails_frees_its_rows() -> None:
     assert response.unsent.bytes_for("inline") == 0
 
 
-def test_a_response_without_rows_is_sent_as_it_is() -> None:
+def test_a_small_response_without_rows_is_sent_as_it_is() -> None:
     sent: list[Any] = []
+    small = BODY[:LEAST_PIECE]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send(start(None))
-        await send(body(BODY))
+        await send(body(small))
 
     async def send(message: Any) -> None:
         sent.append(message)
 
     asyncio.run(counting_unsent(app)({}, None, send))  # type: ignore[arg-type]
-    assert sent == [start(None), body(BODY)]
+    assert sent == [start(None), body(small)]
 
 
 def test_without_a_response_the_caller_has_the_rows() -> None:

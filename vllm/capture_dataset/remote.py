@@ -293,7 +293,7 @@ def decoded_readouts(response: dict[str, Any]) -> dict[str, ReadoutResult]:
         arrays = {
             key: _array(key, value)
             for key, value in one.items()
-            if key not in ("kind", "positions", "taps", "error")
+            if key not in ("kind", "positions", "taps", "error", "num_prompt_tokens")
         }
         taps = tuple((layer, hook) for layer, hook in one["taps"])
         found[name] = ReadoutResult(

@@ -44,6 +44,10 @@ class ReadoutResult:
     arrays: dict[str, Array] = field(default_factory=dict)
     error: str | None = None
     """Why the result is missing or incomplete; None if it is complete."""
+    num_prompt_tokens: int | None = None
+    """In the outputs of a stream: position p is that of generated token
+    `p - num_prompt_tokens`. A token is computed after the output that brings it, so its
+    values come with the next one."""
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
@@ -156,4 +160,5 @@ def _followed(first: ReadoutResult, second: ReadoutResult) -> ReadoutResult:
         first.taps,
         {**first.arrays, **arrays},
         second.error or first.error,
+        second.num_prompt_tokens,
     )

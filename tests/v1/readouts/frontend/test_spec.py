@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.readouts.errors import ReadoutValidationError
-from vllm.v1.readouts.frontend.admission import parse_stops
+from vllm.v1.readouts.frontend.admission import MAX_NUMBERS, check_size, parse_stops
 from vllm.v1.readouts.frontend.spec import Server, parse_readout
 from vllm.v1.residual.frontend.front_end import NO_FRONT_END
 from vllm.v1.residual.module_info import ModuleInfo
@@ -168,3 +168,33 @@ def test_readouts_on_an_engine_without_them_are_refused() -> None:
     with pytest.raises(ValueError, match="--enable-readouts") as found:
         NO_FRONT_END.admit("r", params, 3)
     assert "readouts" in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "per_token"),
+    [
+        ("lens", {"layers": "all", "top_k": 64, "tokens": [5]}, 3 * 129),
+        ("norm", {"hooks": {"post_block": "all"}}, 6),
+        ("probe", {}, 1),
+        ("rows", {"reduce": "none"}, 1),
+    ],
+)
+def test_the_numbers_of_all_samples_are_bounded(
+    kind: str, more: dict[str, Any], per_token: int
+) -> None:
+    spec = {"kind": kind, **RIGHT[kind], **more, "positions": "all"}
+    most = MAX_NUMBERS // (2 * 3 * per_token)
+    for tokens in (most, most + per_token + 1):
+        context = replace(CONTEXT, num_prompt_tokens=4, max_tokens=tokens - 4)
+        readouts = [parse_readout("n", spec, context, SERVER)] * 3
+        if tokens == most:
+            check_size(readouts, 2, context, {})
+            continue
+        with pytest.raises(ReadoutValidationError, match="lower max_tokens or n"):
+            check_size(readouts, 2, context, {})
+
+
+def test_a_reduced_readout_of_a_long_prompt_is_no_larger() -> None:
+    context = replace(CONTEXT, num_prompt_tokens=1 << 30)
+    spec = {"kind": "rows", **RIGHT["rows"], "positions": "all_prompt"}
+    check_size([parse_readout("n", spec, context, SERVER)], 1, context, {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that carry rows are sent as fast as their clients read, and no faster.
+"""Large responses are sent as fast as their clients read, and no faster.
 
 A server buffers what its client has not read. Here large bodies are cut, so that the
 next piece waits until the one before has left, and the rows count towards
@@ -78,7 +78,7 @@ class Sender:
         send: Send,
         connection: Connection | None = None,
     ) -> None:
-        """Send with `send`; a response without rows is sent as it is.
+        """Send with `send`; a small message of a response without rows as it is.
 
         Args:
             response: the response.
@@ -105,7 +105,8 @@ class Sender:
         """
         if message["type"] == "http.response.start":
             self._left = _content_length(message)
-        if not self._response.holds:
+        size = len(message.get("body", b""))
+        if not self._response.holds and size <= LEAST_PIECE:
             await self._send(message)
             return
         Sender._active += 1
@@ -155,7 +156,7 @@ class Sender:
                     await self._give(message)
         except TimeoutError:
             logger.warning(
-                "A client has not read its captured rows for %.0f s; they are freed "
+                "A client has not read its response for %.0f s; it is freed "
                 "and its connection is closed",
                 STALL_SECONDS,
             )

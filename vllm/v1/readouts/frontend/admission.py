@@ -3,7 +3,7 @@
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.errors import fail
@@ -19,12 +19,15 @@ from vllm.v1.residual.numbers import finite_number, is_integer
 from vllm.v1.residual.plain_data import fault_of, plain
 from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader, StopWhen
 from vllm.v1.residual.row_selection import CaptureContext
+from vllm.v1.residual.spans import overlap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
 
 MAX_READOUTS = 64
+MAX_NUMBERS = 1 << 22
+"""Numbers in the results of a request, of all its samples: 80 MB as text."""
 """Readouts, and stop conditions, per request."""
 MAX_NAME = 128
 """Characters of a readout's name."""
@@ -114,6 +117,7 @@ class ReadoutAdmission:
         for name, spec in raw.items():
             _check_name(name)
             readouts.append(parse_readout(name, spec, ctx, server))
+        check_size(readouts, params.n or 1, ctx, server.modules)
         stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
         params.readouts = without_functions(raw)
         if params.stop_when is not None:
@@ -309,6 +313,50 @@ def _check_index(
                 "stop_when.index",
                 index,
             )
+
+
+def check_size(
+    readouts: Sequence[Readout],
+    num_samples: int,
+    ctx: CaptureContext,
+    modules: Mapping[str, ModuleInfo],
+) -> None:
+    """Refuse results that would take a server long to write.
+
+    Raises:
+        ReadoutValidationError: there are more than `MAX_NUMBERS` numbers.
+
+    """
+    stop = ctx.num_prompt_tokens + (ctx.max_tokens or 1)
+    total = 0
+    for one in readouts:
+        tokens = sum(last - first for first, last in overlap(one.ranges, 0, stop))
+        times = tokens if one.reduce == "none" else 1
+        total += num_samples * times * _numbers_of(one, ctx, modules)
+    if total > MAX_NUMBERS:
+        raise fail(
+            f"readouts: their results have up to {total} numbers ({stop} tokens); a "
+            f"request may have {MAX_NUMBERS}: read fewer positions, layers or values, "
+            "give a lower max_tokens or n, or capture rows",
+            "readouts",
+            total,
+        )
+
+
+def _numbers_of(
+    readout: Readout, ctx: CaptureContext, modules: Mapping[str, ModuleInfo]
+) -> int:
+    """The numbers of a token's results."""
+    taps = len(readout.taps)
+    if readout.kind == "rows":
+        return taps * ctx.hidden_size // 4  # They are sent as base64.
+    if readout.kind == "lens":
+        return taps * (2 * readout.top_k + len(readout.tokens))
+    if readout.kind == "norm":
+        return 2 * taps
+    if readout.kind == "sae":
+        return len(readout.features) or 2 * readout.top_k
+    return _values_of(readout, modules) or 1
 
 
 def _values_of(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | None:

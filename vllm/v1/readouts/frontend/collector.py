@@ -61,9 +61,17 @@ class Collector:
                 for rule in self._stop_when:
                     _note_unread(rule, whole[rule.readout])
                 self._last = whole
-            return whole
+            return self._placed(whole) if delta else whole
         news = {name: one.news(stop) for name, one in self._joined.items()}
-        return {name: one for name, one in news.items() if one is not None}
+        return self._placed(
+            {name: one for name, one in news.items() if one is not None}
+        )
+
+    def _placed(self, results: dict[str, ReadoutResult]) -> dict[str, ReadoutResult]:
+        """Say of the results in a stream to which tokens their positions belong."""
+        for result in results.values():
+            result.num_prompt_tokens = self._num_prompt_tokens
+        return results
 
     def rows(self, num_tokens: int) -> list[ReadoutRows]:
         """The results that consumers take, once the request has ended.
