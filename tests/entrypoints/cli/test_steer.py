@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.v1.steering import _engine
-from vllm.entrypoints.cli.steer.main import COMMANDS, SteerSubcommand, join_numbers
+from vllm.entrypoints.cli.steer.main import SteerSubcommand, join_numbers
 from vllm.entrypoints.cli.steer.options import (
     parse_hook,
     parse_layers,
@@ -287,7 +287,7 @@ def test_every_command_is_there(tmp_path: Path) -> None:
         [*command, "show", file], capture_output=True, text=True, check=True
     )
     assert "3  post_block  5\n" in done.stdout and "hidden_size: 2" in done.stdout
-    assert set(COMMANDS) == {
+    assert set(SteerSubcommand.commands) == {
         "extract",
         "apply",
         "sweep",

@@ -46,7 +46,9 @@ def read_feature(path: Path, reading: Reading) -> VectorSet:
         tap = None  # Only a model tells whether that is `mlp_out`.
     if tap is not None and not reading.selects(tap):
         raise reading.nothing_at(sae.name, [tap])
-    if tap is None and (reading.hook is None or reading.layer is None):
+    if tap is None and reading.hook is not None and reading.layer is not None:
+        tap = reading.layer, reading.hook
+    if tap is None:
         raise fail(
             f"hook: {str(path)!r} writes at {sae.writes.name or 'a place'!r}, which is "
             "no hook point here; give the place of its rows with both --hook and "
@@ -54,9 +56,8 @@ def read_feature(path: Path, reading: Reading) -> VectorSet:
             "hook",
             reading.hook,
         )
-    place = tap or (reading.layer, reading.hook)
     origin = f"feature {reading.feature} of the SAE {sae.name} ({sae.layout})"
     if sae.model:
         origin += f" for {sae.model}"
     row = sae.w_dec[reading.feature].float()
-    return vector_set({place: row}, Provenance(origin=origin), str(path))
+    return vector_set({tap: row}, Provenance(origin=origin), str(path))
