@@ -31,7 +31,7 @@ from vllm.v1.capture.capabilities import group_method
 from vllm.v1.capture.frontend.http import response_results
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.hooks.frontend.parse import Allowed, parse_hooks
-from vllm.v1.hooks.results import HookResult, decode, encode, joined
+from vllm.v1.hooks.results import HookResult, decode, encode, merged_results
 from vllm.v1.steering.errors import SteeringValidationError
 
 PROMPT = "Anna went home and there."
@@ -517,7 +517,7 @@ def test_lists_of_several_pipeline_stages_are_joined() -> None:
     first = HookResult({"0": {"parts": [1], "last": "a"}}, {}, {})
     second = HookResult({"0": {"parts": [2, 3], "last": "b"}}, {}, {})
     parts = [encode(one, pickles=False) for one in (first, second)]
-    found = joined([parts[0], None, parts[1]], pickles=False)
+    found = merged_results([parts[0], None, parts[1]], pickles=False)
     assert found.own == {"0": {"parts": [1, 2, 3], "last": "b"}}
 
 

@@ -78,7 +78,7 @@ def decode(data: bytes, pickles: bool) -> HookResult:
     return msgspec.msgpack.Decoder(HookResult, ext_hook=hook).decode(data)
 
 
-def joined(parts: Sequence[bytes | None], pickles: bool) -> HookResults:
+def merged_results(parts: Sequence[bytes | None], pickles: bool) -> HookResults:
     """Merge the results of all workers; each pipeline stage runs its own layers.
 
     Lists under one key are joined in the order of the stages; of other values the last

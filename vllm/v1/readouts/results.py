@@ -67,17 +67,19 @@ class Joined:
 
     def whole(self, stop: int) -> ReadoutResult:
         """The result for all tokens below position `stop`."""
-        return joined(self._readout, self._parts, stop)
+        return result_of(self._readout, self._parts, stop)
 
     def news(self, stop: int) -> ReadoutResult | None:
         """The result of parts added since the last call; None if none or if reduced."""
         fresh, self._shown = self._parts[self._shown :], len(self._parts)
         if not fresh or self._readout.reduce != "none":
             return None
-        return joined(self._readout, fresh, stop)
+        return result_of(self._readout, fresh, stop)
 
 
-def joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
+def result_of(
+    readout: Readout, parts: Sequence[ReadoutPart], stop: int
+) -> ReadoutResult:
     """Join parts in ascending order into one result for tokens below `stop`."""
     for part in parts:
         part.unpack()

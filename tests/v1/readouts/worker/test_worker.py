@@ -16,7 +16,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
-from vllm.v1.readouts.results import ReadoutResult, joined
+from vllm.v1.readouts.results import ReadoutResult, result_of
 from vllm.v1.readouts.worker import worker
 from vllm.v1.residual.readout_plan import Probe, Readout, ReadoutPart, ReadoutPlan
 from vllm.v1.residual.row_blocks import LocalGroup
@@ -189,7 +189,7 @@ def read_out(
         for part in take_parts(own) or ():
             parts.setdefault((req_id, part.name), []).append(part)
     return {
-        (req_id, one.name): joined(one, parts[req_id, one.name], 1 << 30)
+        (req_id, one.name): result_of(one, parts[req_id, one.name], 1 << 30)
         for req_id, plan in plans.items()
         for one in plan.readouts
     }

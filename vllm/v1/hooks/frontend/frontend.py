@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.hooks.errors import HookError, fail
 from vllm.v1.hooks.frontend.parse import MOST_HOOKS, Allowed, parse_hooks
 from vllm.v1.hooks.plan import ROWS, HookPlan, HookSpec
-from vllm.v1.hooks.results import Saved, joined
+from vllm.v1.hooks.results import Saved, merged_results
 from vllm.v1.residual.engine_call import call_engine
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class HookFrontend(NoHooks):
 
     def _attach(self, output: "RequestOutput", parts: list[bytes | None]) -> str | None:
         """Attach results; returns an error message, if a function has failed."""
-        found = joined(parts, self._pickles)
+        found = merged_results(parts, self._pickles)
         if found.errors:
             key, message = next(iter(found.errors.items()))
             return f"hook {key} of request {output.request_id}: {message}"

@@ -29,7 +29,7 @@ from vllm.v1.capture.consumers.arrow.table import (
     is_stored_as_captured,
     schema_of,
 )
-from vllm.v1.capture.consumers.storage.codecs import joined
+from vllm.v1.capture.consumers.storage.codecs import in_batches
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.shards import Shard
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
@@ -179,7 +179,7 @@ class TableShard(Shard):
     ) -> None:
         """Write the rows of a key, with the results of readouts at their positions."""
         done, sidecar = 0, finalize.sidecar
-        for rows in joined(request.blocks(finalize, BATCH_BYTES), BATCH_BYTES):
+        for rows in in_batches(request.blocks(finalize, BATCH_BYTES), BATCH_BYTES):
             part = slice(done, done + len(rows))
             batch = batch_of(
                 (name, sidecar["layer"], sidecar["hook"]),

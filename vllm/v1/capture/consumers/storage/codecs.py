@@ -143,7 +143,7 @@ class KeyEncoder:
 
     def encode(self, blocks: Iterable[torch.Tensor]) -> Iterator[Bytes]:
         """Yield the encoded blocks; `blocks` are rows `[rows, width]`."""
-        for block in blocks if self._fixed else joined(blocks, BLOCK_BYTES):
+        for block in blocks if self._fixed else in_batches(blocks, BLOCK_BYTES):
             data = self._codec.encode(block)
             self.num_bytes += len(data)
             if self.checksum is not None:
@@ -163,7 +163,7 @@ class KeyEncoder:
         return description
 
 
-def joined(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
+def in_batches(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
     """Regroup rows into blocks of about `size` bytes."""
     parts: list[torch.Tensor] = []
     held = 0
