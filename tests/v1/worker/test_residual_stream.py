@@ -59,7 +59,7 @@ class Bench:
 
     def _view(self) -> Any:
         self.views += 1
-        return SimpleNamespace()
+        return SimpleNamespace(req_ids=())
 
     def run(self, is_step: bool = True, goes_on: bool = True) -> tuple[Any, ...]:
         """Run a pass, a dummy pass, or a step without a pass; returns what it reads."""

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from vllm.logger import init_logger
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import Readout, ReadoutPart
 from vllm.v1.residual.tap import Tap
 
+logger = init_logger(__name__)
 Array = np.ndarray[Any, Any]
 
 MOST_ERRORS = 4
@@ -80,7 +83,19 @@ class Joined:
 def result_of(
     readout: Readout, parts: Sequence[ReadoutPart], stop: int
 ) -> ReadoutResult:
-    """Join parts in ascending order into one result for tokens below `stop`."""
+    """Join parts in ascending order into one result for tokens below `stop`.
+
+    Never fails: parts that cannot be joined are an error of this result.
+    """
+    try:
+        return _joined(readout, parts, stop)
+    except Exception as error:
+        logger.exception("The readout %r could not be joined", readout.name)
+        why = f"its results cannot be joined: {described(error)}"
+        return ReadoutResult(readout.kind, taps=readout.taps, error=why)
+
+
+def _joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
     for part in parts:
         part.unpack()
     result = ReadoutResult(readout.kind, taps=readout.taps)

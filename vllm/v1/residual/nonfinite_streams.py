@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends requests whose residual stream contains NaN or infinity, with an error.
+"""Ends requests whose stream is not finite, or was not steered, with an error.
 
 NaN and infinity in the stream propagate to the logits. If a step has a request with
 steering vectors or prompt embeddings, the runners count NaN in the logits of each
@@ -16,9 +16,11 @@ from vllm.v1.residual.suspect_blocks import SuspectBlocks
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 MARK = "the residual stream is no longer finite: "
@@ -44,30 +46,45 @@ class NonFiniteStreams:
     Part of the scheduler; used on the engine's thread only.
     """
 
-    def __init__(
-        self, suspects: SuspectBlocks, block_ids: Callable[[str], BlockIds]
-    ) -> None:
+    def __init__(self, suspects: SuspectBlocks, cache: "KVCacheManager") -> None:
         self._suspects = suspects
-        self._block_ids = block_ids
+        self._cache = cache
+        self._block_ids: Callable[[str], BlockIds] = cache.get_block_ids
         self._ended: dict[str, BlockIds] = {}
+        self._failed: dict[str, str] = {}
 
-    def add(self, request: "Request", num_nans: Mapping[str, int] | None) -> bool:
-        """Whether the request must end, given the NaN counts of the step by request."""
-        if not num_nans or not num_nans.get(request.request_id):
+    def add(self, request: "Request", output: "ModelRunnerOutput") -> bool:
+        """Whether the request must end, given the output of the step.
+
+        If steering has failed, the blocks that the step has filled leave the prefix
+        cache: their hashes say that they are steered.
+        """
+        req_id, num_nans = request.request_id, output.num_nans_in_logits
+        if output.failed and req_id in output.failed:
+            self._failed[req_id] = output.failed[req_id]
+            self._cache.evict_blocks(set().union(*self._block_ids(req_id)))
+            return True
+        if not num_nans or not num_nans.get(req_id):
             return False
         if not self._suspects.concerns(request):
             return False  # As upstream, which only counts it in its metrics.
-        self._ended[request.request_id] = self._block_ids(request.request_id)
+        self._ended[req_id] = self._block_ids(req_id)
         return True
 
     def has(self, request: "Request") -> bool:
         """Whether `add` ended the request in this step."""
-        return request.request_id in self._ended
+        return request.request_id in self._ended or request.request_id in self._failed
 
-    def take(self) -> dict[str, BlockIds]:
-        """Return and clear the ended requests of this step, with their blocks."""
+    def take(self) -> tuple[dict[str, BlockIds], dict[str, str]]:
+        """Return and clear the ended requests of this step.
+
+        Returns:
+            Those that are not finite, with their blocks; and the others, with reasons.
+
+        """
         ended, self._ended = self._ended, {}
-        return ended
+        failed, self._failed = self._failed, {}
+        return ended, failed
 
 
 def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> None:
@@ -77,20 +94,18 @@ def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> N
     their content is intact.
     """
     scheduler: Any = core.scheduler
-    if not (ended := scheduler.residual.take_nonfinite()):
+    ended, reasons = scheduler.residual.take_nonfinite()
+    if not ended and not reasons:
         return
     from vllm.v1.worker.nonfinite_layers import layer_finiteness
 
-    reasons = {
-        request_id: describe(
-            core.model_executor.collective_rpc(layer_finiteness, args=(blocks,))
-        )
-        for request_id, blocks in ended.items()
-    }
+    for request_id, blocks in ended.items():
+        found = core.model_executor.collective_rpc(layer_finiteness, args=(blocks,))
+        reasons[request_id] = MARK + describe(found)
     for of_client in outputs.values():
         for output in of_client.outputs:
             if output.request_id in reasons:
-                output.stop_reason = MARK + reasons[output.request_id]
+                output.stop_reason = reasons[output.request_id]
 
 
 def describe(met: Sequence[Finiteness]) -> str:

@@ -6,8 +6,9 @@ from typing import Any
 
 from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED_READOUTS
 from vllm.v1.worker.step_consumers import ACTIONS
+from vllm.v1.worker.step_faults import FAILED
 
-UNSLICED = UNSLICED_READOUTS | {ACTIONS: False}
+UNSLICED = UNSLICED_READOUTS | {ACTIONS: False, FAILED: False}
 """Intermediate tensors that are sent as they are; see `readouts.worker.stages`."""
 
 

@@ -22,8 +22,9 @@ from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
-from vllm.v1.worker.residual_graphs import NOTHING, without_graph
+from vllm.v1.worker.residual_graphs import NOTHING, Ops, without_graph
 from vllm.v1.worker.step_consumers import StepConsumers
+from vllm.v1.worker.step_faults import StepFaults
 
 if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode
@@ -166,6 +167,9 @@ class OpenResidualStream(ResidualStream):
         self.steering = steering
         self.hooks = hooks
         self._graphs = graphs
+        self._faults = StepFaults()
+        self._req_ids: Sequence[str] = ()
+        """The requests of the planned step."""
         self._is_idle = False
         """Whether the planned step neither captures nor steers."""
         self._rests = False
@@ -178,7 +182,7 @@ class OpenResidualStream(ResidualStream):
         finished, steps = scheduler_output.finished_req_ids, scheduler_output.steering
         if self.steering is not None and (begun or finished or steps is not None):
             lengths = [(new.req_id, new.prompt_len) for new in begun]
-            self.steering.update(finished, lengths, steps)
+            self._faults.add(self.steering.update(finished, lengths, steps))
         if self.hooks is not None:
             self.hooks.end_requests(finished)
             for new in begun:
@@ -198,12 +202,14 @@ class OpenResidualStream(ResidualStream):
         for new in begun:
             params = new.sampling_params
             if params is not None and params._capture_plan is not None:
+                lora = new.lora_request
                 self._capture.add_request(
                     new.req_id,
                     params._capture_plan,
                     new.prompt_token_ids,
                     params.capture,
                     params.max_tokens,
+                    0 if lora is None else lora.lora_int_id,
                 )
         if scheduler_output.capture_reforwarded:
             self._capture.note_reforwarded(scheduler_output.capture_reforwarded)
@@ -218,13 +224,30 @@ class OpenResidualStream(ResidualStream):
             return
         step = view()
         steers = captures = NOTHING
+        self._req_ids = step.req_ids
         if self.steering is not None:
-            steers = self.steering.plan_step(step)
+            try:
+                steers = self.steering.plan_step(step)
+            except Exception as error:
+                steers = self._unsteered(error)
         if self.hooks is not None:
-            steers |= self.hooks.plan_step(step)
+            try:
+                steers |= self.hooks.plan_step(step)
+            except Exception as error:
+                self.hooks.fail(step.req_ids, error)
         if self._capture is not None:
-            captures = self._capture.plan_step(step)
+            try:
+                captures = self._capture.plan_step(step)
+            except Exception as error:
+                self._capture.fail(step, error)
         self._graphs.plan(steers, captures)
+
+    def _unsteered(self, error: Exception) -> Ops:
+        """Let the planned step go on without steering; the steered requests end."""
+        assert self.steering is not None, "only steering ends requests"
+        ended = self.steering.steered(self._req_ids)
+        self._faults.note("Steering", error, ended)
+        return self.steering.plan_nothing()
 
     def _nothing_to_do(self) -> bool:
         return (
@@ -254,7 +277,11 @@ class OpenResidualStream(ResidualStream):
         if self._rests:
             return
         if self.steering is not None:
-            self.steering.begin_step()
+            try:
+                self.steering.begin_step()
+            except Exception as error:
+                self._unsteered(error)
+                self.steering.begin_step()
         if self.hooks is not None:
             self.hooks.begin_step()
         if self._capture is not None:
@@ -266,7 +293,10 @@ class OpenResidualStream(ResidualStream):
             return
         self._graphs.end()
         if self.steering is not None:
-            self.steering.end_step()
+            try:
+                self.steering.end_step()
+            except Exception as error:
+                self._unsteered(error)
         if self.hooks is not None:
             self.hooks.end_step()
         if self._capture is not None:
@@ -280,10 +310,12 @@ class OpenResidualStream(ResidualStream):
             return attach(output, Additions(readouts))
         doses, fired = self.steering.doses.take(), self.steering.take_fired()
         actions = None if self.steps is None else self.steps.take()
-        return attach(output, Additions(readouts, doses, fired, actions))
+        failed = self._faults.take()
+        return attach(output, Additions(readouts, doses, fired, actions, failed))
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors to send on, with readouts, rows, gates and doses."""
+        tensors = self._faults.send(tensors)
         if self.readouts is not None:
             tensors = self.readouts.send(tensors)
         if self.steps is not None:
@@ -292,6 +324,7 @@ class OpenResidualStream(ResidualStream):
 
     def receive_rows(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
         """Take what earlier stages have added out of received tensors."""
+        self._faults.receive(tensors)
         if self.readouts is not None:
             self.readouts.receive(tensors)
         if self.steps is not None:

@@ -7,7 +7,6 @@ travels to the last one with the hidden states of the step, and in its output to
 scheduler, which passes it on to the ranks of all stages.
 """
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
 from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.readouts.worker.worker import RowsOfJob
+from vllm.v1.residual.plain_tensors import packed, unpacked
 from vllm.v1.residual.plugin_errors import is_interrupt
 from vllm.v1.residual.steering_actions import Action, SteeringActionQueue
 from vllm.v1.steering.worker.worker import WorkerSteering
@@ -84,8 +84,13 @@ class StepConsumers:
     def end_requests(self, finished: Iterable[str]) -> None:
         """Forget requests that have ended."""
         ended = [one for one in finished if self._prompts.pop(one, None) is not None]
-        for can in self._can.values() if ended else ():
-            can.end_requests(ended)
+        for name, can in self._can.items() if ended else ():
+            try:
+                can.end_requests(ended)
+            except BaseException as error:  # Plug-in code may raise anything.
+                if is_interrupt(error):
+                    raise
+                logger.exception("The consumer %r failed in end_requests", name)
 
     def begin_step(self) -> None:
         """Carry out what other threads of this process have submitted.
@@ -132,16 +137,13 @@ class StepConsumers:
     def _of_stages(self) -> list[Action]:
         """The actions of earlier stages, and of this one."""
         arriving, self._arriving = self._arriving, None
-        earlier = [] if arriving is None else pickle.loads(arriving.numpy().tobytes())
+        earlier = [] if arriving is None else unpacked(arriving)
         return [*earlier, *self._taken()]
 
     def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """A step's intermediate tensors, with the actions."""
         actions = self._of_stages()
-        if not actions:
-            return tensors
-        packed = bytearray(pickle.dumps(actions))
-        return {**tensors, ACTIONS: torch.frombuffer(packed, dtype=torch.uint8)}
+        return {**tensors, ACTIONS: packed(actions)} if actions else tensors
 
     def _call(self, job: Job, rows: torch.Tensor, further: int) -> None:
         """Call the consumer of a job, and queue its actions."""

@@ -21,6 +21,8 @@ receipts: dict[str, StepReceipt] | None = None
 fired: Fired | None = None
 # What consumers within the step want, if the scheduler passes it on to all ranks
 actions: list[Action] | None = None
+# Requests that must end because steering failed, with the reasons
+failed: dict[str, str] | None = None
 """,
         why="The scheduler evaluates stop conditions on them.",
     ),

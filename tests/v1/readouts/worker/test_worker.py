@@ -143,7 +143,9 @@ def configuration(stages: int) -> Any:
         get_vocab_size=lambda: VOCABULARY,
     )
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=stages)
-    return SimpleNamespace(model_config=model, parallel_config=parallel)
+    return SimpleNamespace(
+        model_config=model, parallel_config=parallel, lora_config=None
+    )
 
 
 def read_out(

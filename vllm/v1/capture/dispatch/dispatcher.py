@@ -85,6 +85,10 @@ class Dispatcher:
         """
         self._sent.append((staged, copied))
 
+    def lose(self, staged: Sequence[StagedStep]) -> None:
+        """Release the memory of steps whose rows cannot be copied, in their order."""
+        self._put(lambda: self._pending.lose(staged))
+
     def hand_on(self, req_ids: Sequence[str] | None = None) -> None:
         """Distribute the waiting rows to their requests.
 

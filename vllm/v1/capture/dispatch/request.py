@@ -52,7 +52,8 @@ class RequestEnd:
                 CaptureResult(
                     (VllmInternalRequestId(self.request_id), -1, "*"),
                     "error",
-                    f"the request ended ({self.finish_reason}) before any of its "
+                    self.error
+                    or f"the request ended ({self.finish_reason}) before any of its "
                     "rows was computed",
                 ),
             )

@@ -83,6 +83,12 @@ class RowRing:
                 assert oldest == segment, f"released {segment}, the oldest is {oldest}"
             self._changed.notify_all()
 
+    def give_back(self, segment: Segment) -> None:
+        """Undo the last `reserve`, on the engine's thread."""
+        with self._changed:
+            newest = self._taken.pop()
+            assert newest == segment, f"given back {segment}, the newest is {newest}"
+
     def _place(self, num_rows: int) -> int | None:
         if not self._taken:
             return 0

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from vllm.logger import init_logger
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
@@ -13,6 +14,8 @@ from vllm.v1.capture.sink import RowEncoder
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.residual.capture_plan import LIVE
 from vllm.v1.residual.step_layout import Layout, PlacedStep
+
+logger = init_logger(__name__)
 
 STEPS_AT_ONCE = 128
 """Maximum number of steps whose rows are passed on together."""
@@ -104,6 +107,13 @@ class Offload:
             self.send()
             self._dispatcher.hand_on(tuple(at_once))
 
+    def lose(self, step: StagedStep) -> None:
+        """Release the memory of a step that `add` has failed to send."""
+        if any(step is one for one in self._unsent):
+            return
+        self.send()  # Memory is released in the order of steps.
+        self._dispatcher.lose([step])
+
     def _steps_to_common_end(self, placed: PlacedStep) -> int:
         """How many steps remain until many requests end together."""
         layout = placed.layout
@@ -144,8 +154,14 @@ class Offload:
         if not self._unsent:
             return
         steps, self._unsent = self._unsent, []
-        copied = self._staging.to_host([step.segment for step in steps])
-        self._dispatcher.steps(steps, copied)
+        try:
+            copied = self._staging.to_host([step.segment for step in steps])
+        except Exception:
+            # Each request detects its missing rows at its end.
+            logger.exception("The rows of %d steps could not be copied", len(steps))
+            self._dispatcher.lose(steps)
+        else:
+            self._dispatcher.steps(steps, copied)
 
     def hand_on(self) -> None:
         """Have the dispatcher distribute all rows to their requests."""

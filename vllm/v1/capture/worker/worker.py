@@ -45,6 +45,7 @@ from vllm.v1.capture.worker.offload import Offload, row_encoder
 from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.row_blocks import local_groups
 from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
@@ -128,6 +129,8 @@ class WorkerCapture:
         }
         self._placement = StepLayout(list(self.addresses.values()), step_rows)
         self._plans: dict[str, CapturePlan] = {}
+        self._failures: dict[str, str] = {}
+        """Requests whose capture has failed in a step, with the reasons."""
         self._placed: PlacedStep | None = None
         self._segment: Segment | None = None
         self._live: set[str] = set()
@@ -236,6 +239,7 @@ class WorkerCapture:
         prompt_token_ids: Sequence[int] | None,
         client_specs: Mapping[str, Any] | None,
         max_tokens: int | None = None,
+        adapter: int = 0,
     ) -> None:
         """Start to capture a request; ignored if known, as after a preemption.
 
@@ -245,13 +249,37 @@ class WorkerCapture:
             prompt_token_ids: None if the prompt was given as embeddings.
             client_specs: `SamplingParams.capture`, by instance.
             max_tokens: how many tokens it may generate.
+            adapter: the number of its LoRA adapter; 0 without one.
 
         """
-        if req_id in self._placement:
+        if req_id in self._plans:
             return
+        self._plans[req_id] = plan
+        try:
+            self._open(req_id, plan, prompt_token_ids, client_specs or {}, max_tokens)
+            if plan.readouts is not None and self.readouts is not None:
+                self.readouts.add_request(
+                    req_id,
+                    plan.readouts,
+                    self._placement.groups_of(req_id),
+                    plan.num_prompt_tokens,
+                    adapter,
+                )
+        except Exception as error:
+            logger.exception("The capture of %s could not begin", req_id)
+            self._failures[req_id] = f"capture failed: {described(error)}"
+            self._placement.remove(req_id)
+
+    def _open(
+        self,
+        req_id: str,
+        plan: CapturePlan,
+        prompt_token_ids: Sequence[int] | None,
+        client_specs: Mapping[str, Any],
+        max_tokens: int | None,
+    ) -> None:
         groups = local_groups(plan, self._columns)
         self._placement.add(req_id, groups)
-        self._plans[req_id] = plan
         if self._staging.requests is not None:
             self._staging.requests.open(req_id, plan.num_prompt_tokens, groups)
         if max_tokens is not None:
@@ -260,10 +288,6 @@ class WorkerCapture:
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
-        if plan.readouts is not None and self.readouts is not None:
-            self.readouts.add_request(
-                req_id, plan.readouts, groups, plan.num_prompt_tokens
-            )
         if self._takes_rows:
             self._reporter.know(plan.reply_to)
         if self._takes_rows and (lanes or plan.readouts is None):
@@ -280,7 +304,7 @@ class WorkerCapture:
                     groups,
                     prompt_token_ids,
                     self._common,
-                    client_specs or {},
+                    client_specs,
                     self._early,
                     max_tokens,
                     self._staging.host_rows.dtype,
@@ -320,7 +344,8 @@ class WorkerCapture:
             self._placement.remove(end.request_id)
             self._sending.forget(end.request_id)
             plan = self._plans.pop(end.request_id, None)
-            ended.append(self._request_end(end, plan))
+            failure = self._failures.pop(end.request_id, None)
+            ended.append(self._request_end(end, plan, failure))
             if self._staging.requests is not None:
                 self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
@@ -330,7 +355,9 @@ class WorkerCapture:
             self._sending.send()
             self._dispatcher.end(ended)
 
-    def _request_end(self, end: "CaptureEnd", plan: CapturePlan | None) -> RequestEnd:
+    def _request_end(
+        self, end: "CaptureEnd", plan: CapturePlan | None, failure: str | None
+    ) -> RequestEnd:
         alone = plan is not None and len(plan.lanes) == 1
         return RequestEnd(
             request_id=end.request_id,
@@ -339,6 +366,7 @@ class WorkerCapture:
             finish_reason=end.finish_reason,
             answer=partial(self._answer, end.reply_to, end.request_id, alone),
             instances=tuple(end.instances),
+            error=failure,
             readouts=tuple(end.readouts) if self._is_last_stage else (),
         )
 
@@ -413,6 +441,20 @@ class WorkerCapture:
         self._true_starts = TrueStarts.of(view)
         return placed.layout.launches
 
+    def fail(self, view: StepView, error: Exception) -> None:
+        """End the captures of a step's requests because of an error being handled.
+
+        The requests continue without: their results have the error.
+        """
+        captured = [one for one in view.req_ids if one in self._placement]
+        logger.exception("Capture failed for %d requests of a step", len(captured))
+        for req_id in captured:
+            self._failures[req_id] = f"capture failed: {described(error)}"
+            self._placement.remove(req_id)
+        if self.readouts is not None:
+            self.readouts.fail(view, error)
+        self._placed = None
+
     def begin_step(self, num_rows: int) -> None:
         """Write the slots that the forward pass reads.
 
@@ -422,6 +464,18 @@ class WorkerCapture:
         """
         if not self._takes_rows:
             return
+        try:
+            self._begin(num_rows)
+        except Exception as error:
+            assert self._view is not None, "a step begins that was not planned"
+            self.fail(self._view, error)
+            self._slots.clear()
+            CaptureProgress.active = None
+            segment, self._segment = self._segment, None
+            if segment is not None:
+                self._staging.ring.give_back(segment)
+
+    def _begin(self, num_rows: int) -> None:
         if self._placed is None:
             self.clear_slots()
             self._sending.hand_on()
@@ -482,8 +536,13 @@ class WorkerCapture:
             return
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)
         self._segment = None
-        parts = [] if progress is None else self._parts(progress)
-        self._sending.add(staged, self._live, parts)
+        try:
+            parts = [] if progress is None else self._parts(progress)
+            self._sending.add(staged, self._live, parts)
+        except Exception as error:
+            assert self._view is not None, "a step ends that was not planned"
+            self.fail(self._view, error)
+            self._sending.lose(staged)
 
     def _parts(self, progress: CaptureProgress) -> Parts:
         columns = self._column_of_address

@@ -140,6 +140,14 @@ class WorkerHooks:
                     calls.append(HostCall(run, row, row + count))
         return frozenset(self._calls)
 
+    def fail(self, req_ids: Iterable[str], error: Exception) -> None:
+        """Let the planned step call nothing; its requests' functions have failed."""
+        logger.exception("Hook functions could not be planned")
+        self._calls = {}
+        for request in filter(None, map(self._requests.get, req_ids)):
+            for one in request.running:
+                one.error = one.error or described(error)
+
     def begin_step(self) -> None:
         """Prepare the forward pass of the planned step."""
         HostCalls.at = self._calls

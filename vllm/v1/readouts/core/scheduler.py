@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, parts_of
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     Readout,
     ReadoutPart,
@@ -26,6 +28,8 @@ from vllm.v1.residual.spans import Spans
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+logger = init_logger(__name__)
 
 STOP_PREFIX = "readout:"
 """Prefix of `stop_reason`, followed by the readout's name."""
@@ -121,6 +125,24 @@ class ReadoutScheduling:
             The new tokens that remain, and the stop reason if a readout fired.
 
         """
+        try:
+            return self._take(request, step, num_tokens, new_token_ids)
+        except Exception as error:
+            logger.exception("The readouts of %s failed", request.request_id)
+            start = request.num_tokens - num_tokens
+            vars(request).setdefault(_PARTS, []).extend(
+                ReadoutPart(name, start, num_tokens, {}, error=described(error))
+                for name in self._states[request.request_id].by_name
+            )
+            return ReadOut(list(new_token_ids))
+
+    def _take(
+        self,
+        request: "Request",
+        step: StepReadouts,
+        num_tokens: int,
+        new_token_ids: Sequence[int],
+    ) -> ReadOut:
         tokens = list(new_token_ids)
         state = self._states[request.request_id]
         is_one = len(tokens) == num_tokens == 1

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's final norm and unembedding, applied to rows of any layer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,11 +39,41 @@ GROUP = 128
 """Logits of which the largest is found first, on a CPU; see `largest`."""
 
 
+class RowAdapters:
+    """LoRA adapters of given rows, in place of upstream's `punica_wrapper`.
+
+    Upstream's has the adapters of the rows that the step samples from.
+    """
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        """Take the slot of each row's adapter; -1 for the model without one."""
+        self._slots = slots
+
+    def add_lora_logits(
+        self,
+        logits: torch.Tensor,  # [n, vocabulary], with or without padding
+        rows: torch.Tensor,  # [n, hidden_size]
+        lora_a: torch.Tensor,  # [slots, 1, rank, hidden_size]
+        lora_b: torch.Tensor,  # [slots, 1, vocabulary, rank]
+        scale: float,
+    ) -> torch.Tensor:
+        """Add to the logits of each row what its adapter changes, in place."""
+        for slot in set(self._slots) - {-1}:
+            own = [n for n, one in enumerate(self._slots) if one == slot]
+            index = torch.tensor(own).to(rows.device)
+            down, up = lora_a[slot, 0].float(), lora_b[slot, 0].float()
+            change = scale * (rows[index].float() @ down.T) @ up.T
+            width = change.shape[1]
+            logits[index, :width] += change.to(logits.dtype)
+        return logits
+
+
 class Head:
     """Final norm, unembedding and everything that the model does to its logits.
 
     Uses the model's `compute_logits`, so vocabulary shards, bias, scale, soft cap and
-    quantised weights are handled by the model.
+    quantised weights are handled by the model. A row gets the head with the LoRA
+    adapter of its request, which must be loaded.
     """
 
     def __init__(
@@ -51,6 +82,7 @@ class Head:
         last_layer: nn.Module | None,
         vocab_size: int,
         device_type: str,
+        has_adapters: bool = False,
     ) -> None:
         """Find the final norm.
 
@@ -60,8 +92,10 @@ class Head:
                 another process.
             vocab_size: of the model, over all ranks.
             device_type: of the model's device, such as `cuda`.
+            has_adapters: whether the engine may load LoRA adapters.
 
         """
+        self.has_adapters = has_adapters
         # Equal on all ranks, which must call `compute_logits` equally often.
         held = CPU_LOGIT_BYTES if device_type == "cpu" else LOGIT_BYTES
         self._rows_at_once = max(held // (4 * vocab_size), 1)
@@ -89,10 +123,16 @@ class Head:
             for module in model.modules():  # MiniCPM divides before its head.
                 self._divisor = float(getattr(module, "scale_width", self._divisor))
 
-    def log_probs(self, rows: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def log_probs(
+        self, rows: torch.Tensor, adapters: Sequence[int] | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Log-probabilities of rows `[n, hidden_size]`, in batches of limited memory.
 
         A collective under tensor parallelism: all ranks must call it.
+
+        Args:
+            rows: `[n, hidden_size]`.
+            adapters: the number of each row's adapter; None if there are none.
 
         Yields:
             A slice of the rows and their float32 `[rows, vocab_size]`. Nothing on a
@@ -101,19 +141,46 @@ class Head:
         """
         for start in range(0, len(rows), self._rows_at_once):
             span = slice(start, min(start + self._rows_at_once, len(rows)))
-            logits = self.logits(rows[span])
+            logits = self.logits(rows[span], adapters and adapters[span])
             if logits is not None:
                 yield span, logits.float().log_softmax(dim=-1)
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Logits `[n, vocab_size]` of rows; None on a rank that gets none."""
+    def logits(
+        self, rows: torch.Tensor, adapters: Sequence[int] | None = None
+    ) -> torch.Tensor | None:
+        """Logits `[n, vocab_size]` of rows; None on a rank that gets none.
+
+        Without `adapters` they are those of the model without any.
+        """
         normed = self._norm(rows)
         if isinstance(normed, tuple):
             normed = normed[0]
         if self._divisor != 1.0:
             normed = normed / self._divisor
-        found: torch.Tensor | None = self._model.compute_logits(normed)
+        with self._with(adapters or [0] * len(rows)):
+            found: torch.Tensor | None = self._model.compute_logits(normed)
         return found
+
+    @contextmanager
+    def _with(self, adapters: Sequence[int]) -> Iterator[None]:
+        """Let the head use these adapters, one for each row."""
+        if not self.has_adapters:
+            yield
+            return
+        slots = self._model.lora_manager.lora_index_to_id
+        of_rows = RowAdapters([slots.index(one) if one else -1 for one in adapters])
+        adapted = [
+            one for one in self._model.modules() if hasattr(one, "lora_b_stacked")
+        ]
+        heads = [one for one in adapted if hasattr(one, "logits_as_input")]
+        before = [one.punica_wrapper for one in heads]
+        for one in heads:
+            one.punica_wrapper = of_rows
+        try:
+            yield
+        finally:
+            for one, wrapper in zip(heads, before, strict=True):
+                one.punica_wrapper = wrapper
 
     def unembedding(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the unembedding, and which of them this rank has.
@@ -129,10 +196,12 @@ class Head:
             ValueError: the weights are not kept as they are.
 
         """
-        weight = getattr(getattr(self._model, "lm_head", None), "weight", None)
+        head = getattr(self._model, "lm_head", None)
+        head = getattr(head, "base_layer", head)  # Without adapters.
+        weight = getattr(head, "weight", None)
         if weight is None or not weight.dtype.is_floating_point:
             raise ValueError("the model has no unembedding with floating-point rows")
-        shard = getattr(self._model.lm_head, "shard_indices", None)
+        shard = getattr(head, "shard_indices", None)
         ids = torch.tensor(tokens, device=weight.device)
         first = shard.org_vocab_start_index if shard is not None else 0
         end = shard.org_vocab_end_index if shard is not None else len(weight)
@@ -162,7 +231,11 @@ def _norms(owner: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def lens_values(
-    head: Head, rows: torch.Tensor, top_k: int, tokens: tuple[int, ...]
+    head: Head,
+    rows: torch.Tensor,
+    top_k: int,
+    tokens: tuple[int, ...],
+    adapters: Sequence[int] | None = None,
 ) -> Arrays:
     """The `top_k` most likely tokens of each row, and log-probabilities of `tokens`.
 
@@ -174,7 +247,7 @@ def lens_values(
     """
     wanted = torch.tensor(tokens, device=rows.device) if tokens else None
     ids, best, named = [], [], []
-    for _, logs in head.log_probs(rows):
+    for _, logs in head.log_probs(rows, adapters):
         if top_k:
             values, indices = largest(logs, top_k)
             ids.append(indices.to(torch.int32))

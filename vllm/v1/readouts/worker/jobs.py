@@ -51,6 +51,8 @@ class ReadingRequest:
     """
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By custom readout: the shape of a token's values, set by its first result."""
+    adapter: int = 0
+    """The number of its LoRA adapter; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,11 @@ class JobSet:
         return placed.layout is self.layout and placed.shift < self.until
 
 
+def reads(readout: Readout, start: int, count: int) -> bool:
+    """Whether a readout has any of `count` positions from `start` on."""
+    return any(a < start + count and start < b for a, b in readout.ranges)
+
+
 def no_rows(count: int, taps: int) -> Indices:
     """`[count, taps]` indices of rows that are not in this process's staging memory."""
     return np.full((count, taps), -1)
@@ -147,7 +154,8 @@ def make_job_set(
                 job = jobs.setdefault(where, Job(where))
                 _add(job, indices.setdefault(where, []), req_id, readout, *part)
     for key, job in jobs.items():
-        job.index = to_device(np.concatenate(indices[key]))
+        if key[0] != "reduce":  # Those rows are found by their first one.
+            job.index = to_device(np.concatenate(indices[key]))
     known = starts()
     first = {req_id: known[req_id] for req_id in staged}
     made = list(jobs.values())

@@ -74,7 +74,8 @@ class Operations:
             case ("lens", top_k, tokens, translator):
                 if translator is not None:
                     rows = translated(job, rows, translator)
-                return lens_values(self._head, rows, top_k, tokens)
+                adapters = self._adapters(job) if self._head.has_adapters else None
+                return lens_values(self._head, rows, top_k, tokens, adapters)
             case ("sae", SparseAutoencoder() as sae, top_k, features):
                 return sae_values(sae, rows, top_k, features)
             case ("norm",):
@@ -120,6 +121,14 @@ class Operations:
             ]
         found: list[ProbeModule] = job.kept["probes"]
         return found
+
+    def _adapters(self, job: Job) -> list[int]:
+        """For each row of a job, the number of its request's LoRA adapter."""
+        return [
+            self._requests[entry.req_id].adapter
+            for entry in job.entries
+            for _ in range(entry.num_rows)
+        ]
 
     def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
         """Probes given in requests: a single product if each entry has one row."""

@@ -8,13 +8,17 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, TokenTable
 from vllm.v1.readouts.worker.jobs import Entry
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import ReadoutPart, RequestReadouts
 from vllm.v1.residual.receipts import Fired, StepReceipt
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.tap import Tap
+
+logger = init_logger(__name__)
 
 MOST_WAITING_BYTES = 1 << 18
 """Largest results of a step that are kept until they are sent with later ones."""
@@ -64,6 +68,14 @@ class PendingReadouts:
             ]
             self.release()
             return TokenStep(self.table, self.shift, arrays)
+        return self._by_request()
+
+    def failed(self, text: str) -> StepReadouts:
+        """The results, if they are an error."""
+        for result in self.results:
+            result.errors = dict.fromkeys(range(len(result.entries)), text)
+            result.arrays = {}
+        self.split = {}
         return self._by_request()
 
     def _stays_whole(self) -> bool:
@@ -149,6 +161,10 @@ def _part(
 class Receipts(Protocol):
     """A step's doses, possibly still being copied to the host."""
 
+    @property
+    def starts(self) -> Mapping[str, int]:
+        """The position of the first token in the step, by request id."""
+
     def collect(self) -> dict[str, StepReceipt]:
         """Wait for the copies and return the doses by request id."""
 
@@ -168,20 +184,40 @@ class Additions:
     receipts: Receipts | None = None
     fired: Counts | None = None
     actions: list[Action] | None = None
+    failed: Mapping[str, str] | None = None
+    """The requests that must end, with the reasons."""
 
     def __bool__(self) -> bool:
-        found = self.readouts, self.receipts, self.fired, self.actions
+        found = self.readouts, self.receipts, self.fired, self.actions, self.failed
         return any(one is not None for one in found)
 
     def put(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Wait for the copies to the host, and add the results to an output."""
+        """Wait for the copies to the host, and add the results to an output.
+
+        An error in results of readouts becomes their error; without its receipt a
+        request ends.
+        """
+        failed = dict(self.failed or {})
         if self.readouts is not None:
-            output.readouts = self.readouts.collect()
+            try:
+                output.readouts = self.readouts.collect()
+            except Exception as error:
+                logger.exception("The readouts of a step failed")
+                output.readouts = self.readouts.failed(described(error))
         if self.receipts is not None:
-            output.receipts = self.receipts.collect()
+            try:
+                output.receipts = self.receipts.collect()
+            except Exception as error:
+                logger.exception("The receipts of a step failed")
+                why = f"its receipt failed: {described(error)}"
+                failed = {**dict.fromkeys(self.receipts.starts, why), **failed}
         if self.fired is not None:
-            output.fired = self.fired.collect()
+            try:
+                output.fired = self.fired.collect()
+            except Exception:  # It is a metric.
+                logger.exception("Fired conditions could not be counted")
         output.actions = self.actions
+        output.failed = failed or None
         return output
 
 

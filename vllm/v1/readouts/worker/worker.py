@@ -15,17 +15,21 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_tp_group,
 )
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker import probe_kernel, sum_kernel
 from vllm.v1.readouts.worker.head import ELSEWHERE, Head
 from vllm.v1.readouts.worker.jobs import (
     ROWS,
+    Entry,
     Job,
     JobKey,
     JobSet,
     ReadingRequest,
     make_job_set,
+    no_rows,
+    reads,
 )
 from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, reduce_rows
 from vllm.v1.readouts.worker.layout import Indices
@@ -42,6 +46,7 @@ from vllm.v1.readouts.worker.stages import (
     followed,
     joined_jobs,
 )
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import Readout, ReadoutCounters, ReadoutPlan
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.step_layout import PlacedStep
@@ -51,11 +56,13 @@ from vllm.v1.residual.tap import Tap
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger(__name__)
 
 RowsOfJob: TypeAlias = tuple[Job, torch.Tensor | None]
 """A job with its rows `[R, hidden_size]`; None on ranks that have no rows."""
-Work: TypeAlias = tuple[Job, torch.Tensor | Arrays]
-"""A job with its rows `[R, hidden_size]`, or its result if it reduces rows."""
+Work: TypeAlias = tuple[Job, torch.Tensor | Arrays | str]
+"""A job with its rows `[R, hidden_size]`, or its result if it reduces rows; or the
+text of an error."""
 
 
 class WorkerReadouts:
@@ -88,7 +95,8 @@ class WorkerReadouts:
         parallel = vllm_config.parallel_config
         self.modules = modules
         vocab_size = vllm_config.model_config.get_vocab_size()
-        self.head = Head(model, last_layer, vocab_size, device.type)
+        adapts = vllm_config.lora_config is not None
+        self.head = Head(model, last_layer, vocab_size, device.type, adapts)
         self._device = device
         self._width = vllm_config.model_config.get_hidden_size()
         self._shared = parallel.tensor_parallel_size > 1
@@ -106,18 +114,17 @@ class WorkerReadouts:
         self._job_set: JobSet | None = None
         self._pending: PendingReadouts | None = None
         self._beside: torch.cuda.Stream | None = None
-        # Collectives on two streams could run in different orders on different ranks.
-        if device.type == "cuda" and not self._shared:
+        # Collectives on two streams could run in different orders on different ranks; a
+        # later step may load other adapters while a lens uses them.
+        if device.type == "cuda" and not self._shared and not adapts:
             self._beside = torch.cuda.Stream(device)
         self.recorded: RecordedSteps | None = None
         """Set if steps of the same requests are replayed as CUDA graphs."""
         one_process = len(self._stages.starts) == 1
         if self._beside is not None and one_process and _uses_graphs(vllm_config):
             streams = Streams(self._beside)
-            # With adapters, logits depend on more than the rows.
-            has_lens = not self.head.refusal and vllm_config.lora_config is None
             self.recorded = RecordedSteps(
-                self._operations, vocab_size if has_lens else 0, streams
+                self._operations, 0 if self.head.refusal else vocab_size, streams
             )
         self.on_rows: Callable[[Sequence[RowsOfJob], int], None] | None = None
         """Takes the rows of consumers that run within the step, on every rank of the
@@ -150,8 +157,18 @@ class WorkerReadouts:
         plan: ReadoutPlan,
         groups: tuple[LocalGroup, ...],
         num_prompt_tokens: int,
+        adapter: int = 0,
     ) -> None:
-        """Add a request with readouts when it is first scheduled."""
+        """Add a request with readouts when it is first scheduled.
+
+        Args:
+            req_id: its internal id.
+            plan: its readouts.
+            groups: the taps that are staged for it here.
+            num_prompt_tokens: length of its prompt.
+            adapter: the number of its LoRA adapter; 0 without one.
+
+        """
         local = {tap for group in groups for tap in group.taps}
         readouts: list[Readout] = []
         keys: list[JobKey] = []
@@ -170,7 +187,7 @@ class WorkerReadouts:
             if share.joined is not None:
                 joined[one.name] = share.joined, self._key(share.joined)
         self._requests[req_id] = ReadingRequest(
-            tuple(readouts), groups, tuple(keys), num_prompt_tokens, {}
+            tuple(readouts), groups, tuple(keys), num_prompt_tokens, {}, adapter=adapter
         )
         if self._stages.is_last and len(self._stages.starts) > 1:
             self._joined[req_id] = joined
@@ -238,7 +255,8 @@ class WorkerReadouts:
     ) -> None:
         """Queue the readouts of a step after its forward pass.
 
-        Called with the same step on every rank of a pipeline stage.
+        Called with the same step on every rank of a pipeline stage. An error is the
+        result of the step's readouts, or of those of its job.
 
         Args:
             placed: the step's layout, with its shift; None if this stage has no rows.
@@ -247,6 +265,36 @@ class WorkerReadouts:
             first_row: the step's first row in `staging`.
 
         """
+        try:
+            self._run(placed, view, staging, first_row)
+        except Exception as error:
+            logger.exception("The readouts of a step failed")
+            self.fail(view, error)
+
+    def fail(self, view: StepView, error: Exception) -> None:
+        """Let an error be the result of a step's readouts."""
+        self._job_set, self._outgoing = None, StageMessage()
+        starts = _starts(view)
+        entries = [
+            Entry(req_id, readout, starts[req_id], count, 0, no_rows(count, 1))
+            for req_id, count in zip(view.req_ids, view.num_scheduled.tolist())
+            if req_id in self._requests
+            for readout in self._requests[req_id].readouts
+            if reads(readout, starts[req_id], count)
+        ]
+        errors = dict.fromkeys(range(len(entries)), described(error))
+        self._pending = None
+        if entries and self._has_rows:
+            result = JobResult(entries, 0, {}, errors)
+            self._pending = PendingReadouts([result], starts)
+
+    def _run(
+        self,
+        placed: PlacedStep | None,
+        view: StepView,
+        staging: torch.Tensor,
+        first_row: int,
+    ) -> None:
         received, self._received = self._received, None
         message = StageMessage() if received is None else received.opened()
         job_set, further = None, 0
@@ -264,7 +312,7 @@ class WorkerReadouts:
                 message.add_rows(job, rows, further)
             elif job.key[0] != "step" and (self._has_rows or job.key[0] == "lens"):
                 # Other ranks take part only in the head's collectives.
-                work.append((job, self._gathered(job, staging, first_row, further)))
+                work.append((job, self._tried(job, staging, first_row, further)))
         if not self._stages.is_last:
             message.results += self._results(work, further)
             for one in message.results:  # Custom ones may have computed on the host.
@@ -389,6 +437,15 @@ class WorkerReadouts:
         pending, self._pending = self._pending, None
         return pending
 
+    def _tried(
+        self, job: Job, staging: torch.Tensor, first_row: int, further: int
+    ) -> torch.Tensor | Arrays | str:
+        """What `_gathered` returns, or the text of its error."""
+        try:
+            return self._gathered(job, staging, first_row, further)
+        except Exception as error:
+            return _problem(job, error)
+
     def _gathered(
         self, job: Job, staging: torch.Tensor, first_row: int, further: int
     ) -> torch.Tensor | Arrays:
@@ -416,10 +473,16 @@ class WorkerReadouts:
             if isinstance(rows, torch.Tensor):
                 if self._shared and job.key[0] == "lens":
                     rows = get_tp_group().broadcast(rows, src=0)
-                result.arrays = self._operations.compute(job, rows, result)
-                self._count(job, len(rows), began)
-            else:
+                try:
+                    result.arrays = self._operations.compute(job, rows, result)
+                except Exception as error:
+                    rows = _problem(job, error)
+                else:
+                    self._count(job, len(rows), began)
+            elif isinstance(rows, dict):
                 result.arrays = rows
+            if isinstance(rows, str):
+                result.errors = dict.fromkeys(range(len(job.entries)), rows)
             results.append(result)
         return results
 
@@ -436,6 +499,12 @@ class WorkerReadouts:
 def _uses_graphs(vllm_config: "VllmConfig") -> bool:
     mode = vllm_config.compilation_config.cudagraph_mode
     return mode is not None and mode != CUDAGraphMode.NONE
+
+
+def _problem(job: Job, error: Exception) -> str:
+    """The text of an error, which is being handled, for the results of a job."""
+    logger.exception("Readouts of the kind %r failed", job.key[0])
+    return described(error)
 
 
 def _on_host(results: Sequence[JobResult]) -> list[JobResult]:

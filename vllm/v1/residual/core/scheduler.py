@@ -108,9 +108,14 @@ class NoScheduling:
         """How often conditions have fired since the last call, for the metrics."""
         return []
 
-    def take_nonfinite(self) -> dict[str, BlockIds]:
-        """Return and clear the requests that NaN has ended, with their blocks."""
-        return {}
+    def take_nonfinite(self) -> tuple[dict[str, BlockIds], dict[str, str]]:
+        """Return and clear the requests that ended with an error in this step.
+
+        Returns:
+            Those that NaN has ended, with their blocks; and the others, with reasons.
+
+        """
+        return {}, {}
 
     def free(self, request: "Request") -> None:
         """Forget a finished or aborted request, before its blocks are freed."""
@@ -138,7 +143,9 @@ class Scheduling(NoScheduling):
         self.suspects = SuspectBlocks(
             blocks.has_mamba_layers or blocks.has_mixed_precision_kv_cache
         )
-        self.nonfinite_streams = NonFiniteStreams(self.suspects, self._block_ids)
+        self.nonfinite_streams = NonFiniteStreams(
+            self.suspects, scheduler.kv_cache_manager
+        )
         self._fired: dict[str, str] = {}
         """By request, the stop reason of the readout that ends it in this step."""
 
@@ -204,7 +211,7 @@ class Scheduling(NoScheduling):
             receipt = output.receipts[request_id]
             note_receipt(request, receipt, num_tokens, token_ids)
         # Last: a token that was sampled from NaN must not reach the client.
-        if self.nonfinite_streams.add(request, output.num_nans_in_logits):
+        if self.nonfinite_streams.add(request, output):
             return []
         return token_ids
 
@@ -229,7 +236,7 @@ class Scheduling(NoScheduling):
     def take_fired(self) -> Fired:
         return self.steering.take_fired()
 
-    def take_nonfinite(self) -> dict[str, BlockIds]:
+    def take_nonfinite(self) -> tuple[dict[str, BlockIds], dict[str, str]]:
         return self.nonfinite_streams.take()
 
     def free(self, request: "Request") -> None:

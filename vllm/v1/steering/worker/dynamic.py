@@ -87,7 +87,7 @@ class DynamicSteering:
             except BaseException as error:  # An action may hold anything.
                 if is_interrupt(error):
                     raise
-                self._reject(action, error)
+                self.reject(action, error)
         return found
 
     def apply(self, actions: Iterable[Action]) -> bool:
@@ -99,13 +99,14 @@ class DynamicSteering:
                 self._checksum = crc32(_bytes_of(action), self._checksum)
                 self._apply(action)
             except Exception as error:
-                self._reject(action, error)
+                self.reject(action, error)
             else:
                 self.queue.count("applied")
                 changed = True
         return changed
 
-    def _reject(self, action: object, error: BaseException) -> None:
+    def reject(self, action: object, error: BaseException) -> None:
+        """Count an action that could not be carried out, and keep the reason."""
         self.queue.count("rejected")
         why = f"{type(action).__name__}: {message_of(error)}"
         self.errors = [*self.errors[-7:], why]

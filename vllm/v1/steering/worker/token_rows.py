@@ -37,8 +37,9 @@ class TokenRows:
         if self._unchanged:
             return None
         num_tokens = 0 if self._rows is None else len(self._rows)
-        if self._written > num_tokens:
-            self.index[num_tokens : self._written].fill_(ZERO_ROW)
+        before, self._written = self._written, max(self._written, num_tokens)
+        if before > num_tokens:
+            self.index[num_tokens:before].fill_(ZERO_ROW)
         if self._rows is not None:
             async_tensor_h2d(self._rows, out=self.index[:num_tokens])
         self._written = num_tokens

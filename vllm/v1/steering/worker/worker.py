@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.program_host import reads_tables
 from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
 from vllm.model_executor.layers.residual.program_op import StepPrograms
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.step_view import Decoding, StepView
 from vllm.v1.residual.tap import Tap
@@ -44,6 +46,8 @@ from vllm.v1.steering.worker.token_rows import TokenRows, span_of, token_rows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 PADDING = 64
 """Extra rows for padding beyond the largest batch."""
@@ -92,6 +96,8 @@ class WorkerSteering:
         self._vectors_of = TokenRows(size, device)
         self._programs_of = TokenRows(size, device)
         self._slots: dict[str, int] = {}
+        self._unloaded: dict[int, str] = {}
+        """The slots that could not be loaded, with the reasons."""
         self._prompt_lengths: dict[str, int] = {}
         self._on_host: dict[int, list[ProgramRows]] = {}
         """The planned step's programs, where there is no kernel."""
@@ -169,13 +175,16 @@ class WorkerSteering:
         finished: Iterable[str],
         new: Iterable[tuple[str, int]],
         step: SteeringStep | None,
-    ) -> None:
+    ) -> dict[str, str]:
         """Apply the scheduler's decisions.
 
         Args:
             finished: ids of finished requests.
             new: id and prompt length, in tokens, of newly scheduled requests.
             step: changes of slots, if any.
+
+        Returns:
+            The requests whose configuration could not be loaded, with the reasons.
 
         """
         if step is not None and step.actions:
@@ -189,11 +198,34 @@ class WorkerSteering:
             self._slots.pop(req_id, None)
         self._prompt_lengths.update(new)
         if step is None:
-            return
+            return {}
         self._decoding = None
         for slot, tiers in step.loads:
+            self._load(slot, tiers)
+        uses = {req_id: use.slot for req_id, use in step.uses.items()}
+        failed = {
+            req_id: self._unloaded[slot]
+            for req_id, slot in uses.items()
+            if slot in self._unloaded
+        }
+        self._slots.update({r: slot for r, slot in uses.items() if r not in failed})
+        return failed
+
+    def _load(self, slot: int, tiers: SteeringTiers) -> None:
+        """Load a slot; an error is that of the requests that use it."""
+        self._unloaded.pop(slot, None)
+        try:
             self.tables.load(slot, tiers)
-        self._slots.update({req_id: use.slot for req_id, use in step.uses.items()})
+        except Exception as error:
+            logger.exception("A steering configuration could not be loaded")
+            self._unloaded[slot] = f"steering could not be loaded: {described(error)}"
+            self.tables.loaded.pop(slot, None)
+
+    def steered(self, req_ids: Iterable[str]) -> list[str]:
+        """Which of the requests steering may change: all, if global vectors are set."""
+        own = () if self.dynamic is None else self.dynamic.of_request
+        everybody = not self.tables.is_empty
+        return [r for r in req_ids if everybody or r in self._slots or r in own]
 
     @property
     def is_idle(self) -> bool:
@@ -204,7 +236,7 @@ class WorkerSteering:
     def plan_step(self, view: StepView) -> frozenset[int]:
         """Assign a row to each token; returns the ops that must launch."""
         if self.is_idle:
-            return self._plan_nothing()
+            return self.plan_nothing()
         if self._decoding is not None and self._decoding.continues(view):
             return self._launches
         self._decoding = None
@@ -251,7 +283,7 @@ class WorkerSteering:
             self._last_ops = taps, frozenset(self.addresses[tap] for tap in taps)
         return self._last_ops[1]
 
-    def _plan_nothing(self) -> frozenset[int]:
+    def plan_nothing(self) -> frozenset[int]:
         """Plan a step without steering, the usual case, at the least cost."""
         self._held.plan_nothing()
         self._stages.plan_nothing()
@@ -438,9 +470,12 @@ class WorkerSteering:
         if not self.dynamic.apply(actions):
             return
         self._decoding = None
-        tiers = self._with_dynamic(self._tiers)
-        if tiers.digest != self.tables.tiers.digest:
-            self.tables.set_global(tiers, self.tables.rows_with(tiers))
+        try:
+            tiers = self._with_dynamic(self._tiers)
+            if tiers.digest != self.tables.tiers.digest:
+                self.tables.set_global(tiers, self.tables.rows_with(tiers))
+        except Exception as error:
+            self.dynamic.reject(actions, error)
 
     def _with_dynamic(self, tiers: SteeringTiers) -> SteeringTiers:
         """The global vectors with those that consumers set for generated tokens."""
