@@ -54,11 +54,9 @@ def paired(
                 values.update(zip(found.positions, found[array]))
         while waiting and begin is not None:
             text, count = waiting[0]
-            own = [values.get(begin + n) for n in range(count)]
-            if any(one is None for one in own):
+            if any(begin + n not in values for n in range(count)):
                 break
-            for n in range(count):
-                del values[begin + n]
+            own = [values.pop(begin + n) for n in range(count)]
             del waiting[0]
             begin += count
             yield text, np.stack(own) if own else None
@@ -66,7 +64,8 @@ def paired(
         message = f"the stream has no readout {readout!r}; ask for it with readouts"
         raise InputError(message, "readout", readout)
     for text, count in waiting:
-        own = [values.get((begin or 0) + n) for n in range(count)]
-        begin = (begin or 0) + count
-        known = [one for one in own if one is not None]
+        begin = begin or 0
+        places = range(begin, begin + count)
+        known = [values[place] for place in places if place in values]
+        begin += count
         yield text, np.stack(known) if known else None

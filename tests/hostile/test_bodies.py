@@ -225,6 +225,34 @@ REFUSED_ELSEWHERE: dict[str, tuple[str, Callable[[], bytes]]] = {
         f"{INTERP}/lens",
         lambda: interp(lenses=[{"layers": [0] * 60_000}]),
     ),
+    "lenses of everything": (
+        f"{INTERP}/lens",
+        lambda: interp(
+            prompt_token_ids=[5] * 250, lenses=[{"layers": [0, 1, 2]}] * 8, top_n=100
+        ),
+    ),
+    "many numbers of rows": (
+        f"{INTERP}/decode_residuals",
+        lambda: json.dumps({"residuals": zeros(2000, WIDTH), "top_k": 1280}).encode(),
+    ),
+    "readouts of everything": (
+        "/v1/completions",
+        lambda: json.dumps(
+            BASE
+            | {
+                "prompt": [5] * 200,
+                "n": 32,
+                "readouts": {
+                    f"r{n}": {
+                        "kind": "norm",
+                        "hooks": {"pre_attn": "all", "post_block": "all"},
+                        "positions": "all",
+                    }
+                    for n in range(64)
+                },
+            }
+        ).encode(),
+    ),
     "tokens again and again": (
         f"{INTERP}/unembed_rows",
         lambda: json.dumps({"token_ids": [5] * 1_000_000}).encode(),

@@ -26,7 +26,7 @@ from vllm.entrypoints.serve.interp_engine.answers import (
     token_step,
     tokenized,
 )
-from vllm.entrypoints.serve.interp_engine.room import Room
+from vllm.entrypoints.serve.interp_engine.room import Room, check_numbers
 from vllm.exceptions import VLLMClientError
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import DirectionSet, LensSpec
@@ -179,6 +179,7 @@ async def decode_residuals(request: Request, body: schema.DecodeResiduals) -> Re
     count = len(rows) if rows.dim() else 1
     size = model.config.model_config.get_vocab_size()
     _room(request).take(count, size, "residuals")
+    check_numbers(2 * count * min(body.top_k or 0, size), "top_k")
     logits = await model.decode_residuals(rows)
     if body.top_k is None:
         return _tensors({"tensor": logits}, body.output_dtype)
@@ -235,6 +236,9 @@ async def generate(request: Request, body: schema.Generate) -> Response:
 async def lens(request: Request, body: schema.Lenses) -> Response:
     """Lenses at every position, as lines of JSON or whole."""
     model = _model(request)
+    tokens = len(body.prompt_token_ids) + body.max_tokens - body.skip_before
+    taps = sum(len(one.layers) for one in body.lenses)
+    check_numbers(2 * body.top_n * taps * max(tokens, 0), "lenses")
     steps = model.generate_with_lens(
         body.prompt_token_ids,
         [LensSpec(one.layers, one.jacobian) for one in body.lenses],

@@ -12,6 +12,23 @@ MOST_BYTES = 64 << 20
 MOST_TOGETHER = 8 * MOST_BYTES
 """The same of all responses that are computed or were not read yet."""
 
+MOST_NUMBERS = 1 << 18
+"""Numbers of a response that are sent as text."""
+
+
+def check_numbers(count: int, what: str) -> None:
+    """Refuse a response that would take the event loop seconds to write.
+
+    Raises:
+        ValueError: it has more than `MOST_NUMBERS` numbers.
+
+    """
+    if count > MOST_NUMBERS:
+        raise ValueError(
+            f"{what}: {count} numbers in the response; at most {MOST_NUMBERS} are sent "
+            "as text: ask for fewer tokens, layers or rows at a time"
+        )
+
 
 class Room:
     """Counts the bytes of responses on the event loop's thread."""
