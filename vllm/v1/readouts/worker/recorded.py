@@ -4,6 +4,10 @@
 Between two forward passes the engine's thread would call torch some thirty times for a
 lens and ten times for a probe. The operations of consecutive steps differ only in the
 rows that they read, so they are recorded once and then replayed by a single call.
+
+Gain, with the probe's kernel (8B class, `benchmarks/NOTES.md`): a step with a probe for
+every request took 0.999 of one without instead of 1.041, with an SAE 1.028 instead of
+1.062, with a lens of 8 requests 1.043 instead of 1.078, on different GPUs.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel that sums the rows of prompts in staging memory.
 
+Gain, with steps of prompts as large as upstream's (8B class, H100, mean rows of
+4,096-token prompts, `benchmarks/NOTES.md`): throughput 0.976 instead of 0.964 in one
+engine. Of 800 ms, sums take 3.
+
 Legend: S rows of staging memory, N spans of rows, H width.
 """
 
