@@ -228,15 +228,6 @@ class CaptureConfig:
         """The number of rows, of `row_bytes` bytes each, that a step may capture."""
         return self.staging_bytes // row_bytes // 2
 
-    def rows_per_reducing_step(self, row_bytes: int) -> int:
-        """The same for a step of requests whose rows readouts only reduce.
-
-        They are reduced where they are, in all of staging memory, a third of which is
-        for readouts. Rows that are delivered share it with those of earlier steps, and
-        other readouts copy theirs.
-        """
-        return 3 * self.rows_per_step(row_bytes)
-
     def compute_hash(self) -> str:
         """Hash of what changes the compiled graph: the taps, and staging memory's size.
 

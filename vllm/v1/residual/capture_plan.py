@@ -111,13 +111,6 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         return tuple(sorted(readers - {READOUTS}))
 
     @property
-    def only_reduces(self) -> bool:
-        """Whether only readouts use the rows, and those of the prompt are reduced."""
-        if self.readouts is None or self.row_lanes:
-            return False
-        return all(one.reduce != "none" for one in self.readouts.readouts)
-
-    @property
     def lanes(self) -> tuple[str, ...]:
         """Names of all readers of rows, and of results of readouts, sorted."""
         if self.readouts is None or not self.readouts.readers:

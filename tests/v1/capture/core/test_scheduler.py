@@ -4,7 +4,6 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from tests.v1.capture._strategies import plan_for, wanted
 from vllm.v1.capture.core.scheduler import (
@@ -13,7 +12,6 @@ from vllm.v1.capture.core.scheduler import (
     loadable_tokens,
 )
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
-from vllm.v1.residual.readout_plan import Readout, ReadoutPlan
 
 PROMPT, END = 6, 20
 
@@ -57,31 +55,6 @@ def test_a_step_never_captures_more_rows_than_its_budget(batch: list) -> None:
         assert granted == max(n for n, more in enumerate(wanted) if rows + more <= 20)
         rows += wanted[granted]
     assert rows <= 20
-
-
-@given(
-    st.lists(st.tuples(plans, st.integers(0, END), st.integers(0, 10), st.booleans()))
-)
-def test_only_steps_whose_rows_are_all_reduced_may_have_more(batch: list) -> None:
-    budget, more = 10, 30
-    mean = ReadoutPlan((Readout("mean", "rows", (), (), reduce="mean"),))
-    scheduling = CaptureScheduling(budget, 1, more)
-    rows, other, only = 0, 0, True
-    for number, (plan, computed, num_tokens, reduces) in enumerate(batch):
-        if reduces:
-            groups = [replace(one, readers=()) for one in plan.groups]
-            plan = replace(plan, groups=tuple(groups), readouts=mean)
-        assert plan.only_reduces == reduces
-        one, only = request(plan, f"r{number}"), only and reduces
-        scheduling.add_request(one)
-        granted = scheduling.limit(one, computed, num_tokens)
-        scheduling.scheduled(one, computed, granted)
-        wanted = [plan.rows_in(computed, computed + n) for n in range(num_tokens + 1)]
-        left = max((more if only else budget) - rows, 0)
-        assert granted == max(n for n, own in enumerate(wanted) if own <= left)
-        rows += wanted[granted]
-        other += wanted[granted] * (not reduces)
-    assert rows <= (budget if other else more)
 
 
 @given(plans, st.integers(12, 40))

@@ -12,7 +12,6 @@ import torch
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.plugins import install
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
-from vllm import SamplingParams
 from vllm.v1.capture.worker.offload import Offload
 from vllm.v1.readouts.worker import custom
 from vllm.v1.residual.sae import encode
@@ -173,42 +172,6 @@ def test_reduced_rows(engine: CapturedEngine, positions: str) -> None:
         close(found["sum"]["rows"], own.sum(dim=0), 1e-2)
         close(found["max"]["rows"], own.amax(dim=0))
         close(found["last"]["rows"], own[-1])
-
-
-def test_rows_of_a_large_step_are_reduced_in_all_of_staging_memory(
-    engine: CapturedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core: Any = engine.llm.llm_engine
-    runner = core.model_executor.driver_worker.worker.model_runner
-    staging = runner.residual._capture._staging
-    # Every step is too large for the rows that only readouts use.
-    monkeypatch.setattr(staging, "scratch", len(staging.rows))
-    first_rows = []
-    reserve = Offload.reserve
-
-    def reserved(self: Offload, num_rows: int) -> Any:
-        segment = reserve(self, num_rows)
-        first_rows.append((segment.start, num_rows == staging.ring.num_rows))
-        return segment
-
-    monkeypatch.setattr(Offload, "reserve", reserved)
-    hooks = {"post_block": [0, 2]}
-    mean = {"kind": "rows", "hooks": hooks, "positions": "all", "reduce": "mean"}
-    captured = asking("all", max_tokens=8)
-    reading = SamplingParams(
-        readouts={"mean": mean}, temperature=0.0, ignore_eos=True, max_tokens=8
-    )
-    texts = [*PROMPTS, *PROMPTS]
-    outputs = engine.run(texts, [captured] * len(PROMPTS) + [reading] * len(PROMPTS))
-    for output, same in zip(outputs, outputs[len(PROMPTS) :]):
-        engine.check(output)
-        rows = stream(engine, output)[:-1, [0, 2]]
-        close(same.readouts["mean"]["rows"], rows.mean(dim=0))
-    for output in read_out(engine, PROMPTS, {"mean": mean}):
-        rows = stream(engine, output)[:-1, [0, 2]]
-        close(output.readouts["mean"]["rows"], rows.mean(dim=0))
-    assert (0, True) in first_rows, "no step took all of the ring"
-    assert not staging.ring._taken
 
 
 def test_captures_beside_readouts_have_all_their_rows(engine: CapturedEngine) -> None:

@@ -79,15 +79,12 @@ class CaptureScheduling:
         self,
         rows_per_step: int,
         tokens_per_step: int,
-        rows_per_reducing_step: int = 0,
     ) -> None:
         """Start without requests.
 
         Args:
             rows_per_step: how many rows a step may stage.
             tokens_per_step: how many tokens a step computes at most.
-            rows_per_reducing_step: how many rows a step may stage if those of all its
-                requests are only reduced.
 
         """
         self.counts = False
@@ -96,26 +93,20 @@ class CaptureScheduling:
         self._large: set[str] = set()
         """The requests with more taps than `_most_taps`."""
         self._rows_per_step = rows_per_step
-        self._rows_per_reducing_step = max(rows_per_reducing_step, rows_per_step)
-        self._only_reduces = True
-        """Whether the rows of all requests of the step so far are only reduced."""
         self._rows = 0
         """Rows of the step, without those in `_uncounted`."""
         self._uncounted: list[tuple[CapturePlan, int, int]] = []
         self._at_most = 0
         """Upper bound of the step's rows: every token has a row at each tap."""
         self._ends: list[CaptureEnd] = []
-        self._plans: dict[str, tuple[CapturePlan, int, bool]] = {}
-        """By request: its plan, its maximum number of rows per token, and whether its
-        rows are only reduced."""
+        self._plans: dict[str, CapturePlan] = {}
         self._reforwarded = 0
 
     def add_request(self, request: "Request") -> None:
         """Register a request that was added to this engine."""
         plan = plan_of(request)
         if plan is not None:
-            own = plan, plan.num_taps, plan.only_reduces
-            self._plans[request.request_id] = own
+            self._plans[request.request_id] = plan
             if plan.num_taps > self._most_taps:
                 self._large.add(request.request_id)
                 self.counts = True
@@ -133,7 +124,6 @@ class CaptureScheduling:
     def new_step(self) -> None:
         """Reset the counts, before a step is scheduled."""
         self._rows = self._at_most = 0
-        self._only_reduces = True
         self._uncounted.clear()
 
     def limit(self, request: "Request", computed: int, num_tokens: int) -> int:
@@ -141,16 +131,12 @@ class CaptureScheduling:
 
         The rest is scheduled in later steps. Only to be called while `counts` is true.
         """
-        found = self._plans.get(request.request_id)
-        if found is None or num_tokens <= 0:
+        plan = self._plans.get(request.request_id)
+        if plan is None or num_tokens <= 0:
             return num_tokens
-        plan, taps, only_reduces = found
-        most = self._rows_per_step
-        if only_reduces and self._only_reduces:
-            most = self._rows_per_reducing_step
-        if self._at_most + num_tokens * taps <= most:
+        if self._at_most + num_tokens * plan.num_taps <= self._rows_per_step:
             return num_tokens
-        left = max(most - self._count(), 0)
+        left = max(self._rows_per_step - self._count(), 0)
         if plan.rows_in(computed, computed + num_tokens) <= left:
             return num_tokens
         low, high = 0, num_tokens  # rows_in grows with the number of tokens
@@ -164,11 +150,9 @@ class CaptureScheduling:
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
         """Count scheduled tokens; only to be called while `counts` is true."""
-        found = self._plans.get(request.request_id)
-        if found is not None:
-            plan, taps, only_reduces = found
-            self._only_reduces = self._only_reduces and only_reduces
-            self._at_most += num_tokens * taps
+        plan = self._plans.get(request.request_id)
+        if plan is not None:
+            self._at_most += num_tokens * plan.num_taps
             self._uncounted.append((plan, computed, num_tokens))
 
     def begins(self, request: "Request") -> None:
@@ -205,5 +189,4 @@ def capture_scheduling(vllm_config: "VllmConfig") -> CaptureScheduling:
     return CaptureScheduling(
         config.rows_per_step(size),
         vllm_config.scheduler_config.max_num_batched_tokens,
-        config.rows_per_reducing_step(size),
     )

@@ -18,9 +18,6 @@ class RowReader(Protocol):
     def counters(self) -> dict[str, ReadoutCounters]:
         """By what is computed; another thread reads them."""
 
-    def compile_kernels(self, staging: torch.Tensor) -> None:
-        """Compile what steps launch; `staging` is `[S, hidden_size]`."""
-
     def add_request(
         self,
         req_id: str,

@@ -95,7 +95,6 @@ class WorkerCapture:
         self._columns = {tap: column for column, tap in enumerate(taps)}
         self._takes_rows = stage.tensor_rank == 0
         step_rows = config.rows_per_step(width * dtype.itemsize)
-        all_rows = config.rows_per_reducing_step(width * dtype.itemsize)
         self.readouts = readouts
         self._remembering: dict[str, Any] = {}
         """The consumers in this process that must validate the specs of requests."""
@@ -107,11 +106,9 @@ class WorkerCapture:
             width,
             dtype,
             device,
-            scratch_rows=all_rows - 2 * step_rows if readouts is not None else 0,
+            scratch_rows=step_rows if readouts is not None else 0,
             encoder=encoder,
         )
-        if readouts is not None:
-            readouts.compile_kernels(self._staging.rows)
         self._hands_on: tuple[int, bool] = -1, False
         """Number of a layout, and whether any of its rows leave the device."""
         self._first_row = 0
@@ -489,21 +486,8 @@ class WorkerCapture:
                 CaptureProgress.active = CaptureProgress(num_ops, LARGE_STEP_PARTS)
         else:
             self._sending.hand_on()
-            self._first_row = self._first_undelivered_row(layout.num_rows)
+            self._first_row = self._staging.scratch
         self._slots.write(layout, self._first_row, num_rows)
-
-    def _first_undelivered_row(self, num_rows: int) -> int:
-        """The first row of a step whose rows only readouts use.
-
-        Later steps on the same stream may overwrite them.
-        """
-        staging = self._staging
-        if staging.scratch + num_rows <= len(staging.rows):
-            return staging.scratch
-        # All of the ring, once the rows of earlier steps have left it.
-        whole = self._sending.reserve(staging.ring.num_rows)
-        staging.ring.release(whole)
-        return whole.start
 
     def _leave_the_device(self, layout: Layout) -> bool:
         """Whether any row of a step is delivered; if so, the step needs a ring segment.

@@ -23,10 +23,7 @@ def unload_module(worker: Any, name: str) -> None:
 
 
 def _modules_to_change(worker: Any) -> WorkerModules:
-    residual = worker.model_runner.residual
-    if residual.readouts is not None and residual.readouts.recorded is not None:
-        residual.readouts.recorded.forget()  # They would keep what is unloaded.
-    modules: WorkerModules = residual.modules
+    modules: WorkerModules = worker.model_runner.residual.modules
     return modules
 
 

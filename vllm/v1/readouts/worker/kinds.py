@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from vllm.v1.readouts.modules import ProbeModule
-from vllm.v1.readouts.worker import probe_kernel, sum_kernel
 from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.residual.readout_plan import Probe
 
@@ -30,28 +29,11 @@ def reduce_rows(job: Job, staging: torch.Tensor, first_row: int) -> Arrays:
 
     """
     how = job.key[1]
-    adds = how not in ("last", "max")
-    if staging.is_cuda and adds and all(_is_together(e.rows) for e in job.entries):
-        return {"rows": _sums(job, staging, first_row)}
     return {
         "rows": torch.stack(
             [_reduced(how, entry.rows, staging, first_row) for entry in job.entries]
         )
     }
-
-
-def _is_together(rows: np.ndarray) -> bool:
-    """Whether the rows `[count, taps]` of each tap follow one another."""
-    return bool((np.diff(rows, axis=0) == 1).all())
-
-
-def _sums(job: Job, staging: torch.Tensor, first_row: int) -> torch.Tensor:
-    """The sums of the entries' rows, `[entries, taps, hidden_size]`."""
-    firsts = np.stack([entry.rows[0] for entry in job.entries]) + first_row
-    counts = np.array([len(entry.rows) for entry in job.entries])
-    lengths = np.repeat(counts, firsts.shape[1])
-    spans = np.stack([firsts.reshape(-1), lengths]).astype(np.int64)
-    return sum_kernel.sums(staging, spans).view(*firsts.shape, -1)
 
 
 def _reduced(
@@ -63,9 +45,8 @@ def _reduced(
         index = torch.from_numpy(rows[-1] + first_row).to(staging.device)
         return staging[index].float()
     starts = (rows[0] + first_row).tolist()
-    if _is_together(
-        rows
-    ):  # Rows of a prompt are contiguous per tap: slices avoid a gather.
+    # Rows of a prompt are contiguous per tap: slices avoid a gather.
+    if (np.diff(rows, axis=0) == 1).all():
         parts = [staging[start : start + count] for start in starts]
     else:
         columns = [torch.from_numpy(rows[:, t] + first_row) for t in range(len(starts))]
@@ -120,8 +101,6 @@ def inline_probe(probe: Probe, width: int, device: torch.device) -> ProbeModule:
 
 def probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
     """`activation(rows @ vectors.T + bias)`, `[R, k]` float32."""
-    if rows.is_cuda and probe_kernel.serves(module, len(rows)):
-        return {"values": _by_kernel(module, rows)}
     wide, vectors = rows.float(), module.vectors
     if module.cosine:
         wide = nn.functional.normalize(wide, dim=-1)
@@ -144,21 +123,12 @@ def stacked(modules: Sequence[ProbeModule]) -> ProbeModule:
 
 def stacked_probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
     """As `probe_values`, with probe i of those in `stacked` for row i."""
-    if rows.is_cuda and probe_kernel.serves(module, len(rows)):
-        return {"values": _by_kernel(module, rows)}
     wide, vectors = rows.float(), module.vectors
     if module.cosine:
         wide = nn.functional.normalize(wide, dim=-1)
         vectors = nn.functional.normalize(vectors, dim=-1)
     values = torch.bmm(vectors, wide[:, :, None])[:, :, 0] + module.bias
     return {"values": activated(values, module)}
-
-
-def _by_kernel(module: ProbeModule, rows: torch.Tensor) -> torch.Tensor:
-    index = torch.arange(len(rows), device=rows.device)
-    values = rows.new_empty(len(rows), module.bias.shape[-1], dtype=torch.float32)
-    probe_kernel.probe_rows(module, rows, index, values)
-    return values
 
 
 def activated(values: torch.Tensor, module: ProbeModule) -> torch.Tensor:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
-from vllm.v1.readouts.worker import probe_kernel
 from vllm.v1.readouts.worker.custom import CustomReadouts
 from vllm.v1.readouts.worker.head import Head, lens_values
 from vllm.v1.readouts.worker.jobs import Job, ReadingRequest
@@ -83,27 +82,6 @@ class Operations:
             case ("custom", *_):
                 return self._custom_values(job, rows, result)
         return {"rows": rows}
-
-    def probe_into(
-        self, job: Job, staging: torch.Tensor, index: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Compute a job of probes whose entries have one row each.
-
-        Args:
-            job: its key begins with `probe` or `probes`.
-            staging: `[S, hidden_size]`, the staging memory.
-            index: `[R]` int64, the rows in `staging`.
-            values: `[R, k]` float32, for the result; it may be pinned memory.
-
-        """
-        is_named = job.key[0] == "probe"
-        module = job.key[1] if is_named else self._stacked(job)
-        if staging.is_cuda and probe_kernel.serves(module, len(index)):
-            probe_kernel.probe_rows(module, staging, index, values)
-            return
-        compute = probe_values if is_named else stacked_probe_values
-        found = compute(module, staging.index_select(0, index))
-        values.copy_(found["values"], non_blocking=True)
 
     def _stacked(self, job: Job) -> ProbeModule:
         """Probes given in requests, as one for each row."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's results while they are being copied from the device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -52,8 +52,6 @@ class PendingReadouts:
     """By request and name: the taps of readouts of which stages compute parts."""
     table: TokenTable | None = None
     """Where the results are if each readout has one token."""
-    release: Callable[[], None] = lambda: None
-    """Called if the arrays have been copied, so that their memory can be reused."""
 
     def collect(self) -> StepReadouts:
         """Wait for the copies and return the results by request id."""
@@ -66,7 +64,6 @@ class PendingReadouts:
                 {name: one.numpy().copy() for name, one in result.arrays.items()}
                 for result in self.results
             ]
-            self.release()
             return TokenStep(self.table, self.shift, arrays)
         return self._by_request()
 

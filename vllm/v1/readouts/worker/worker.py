@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tensor_model_parallel_rank,
@@ -18,7 +17,6 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.token_steps import TokenTable
-from vllm.v1.readouts.worker import probe_kernel, sum_kernel
 from vllm.v1.readouts.worker.head import ELSEWHERE, Head
 from vllm.v1.readouts.worker.jobs import (
     ROWS,
@@ -36,7 +34,6 @@ from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.operations import Operations
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
-from vllm.v1.readouts.worker.recorded import RecordedSteps, Streams
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.readouts.worker.stages import (
     SEND,
@@ -118,14 +115,6 @@ class WorkerReadouts:
         # later step may load other adapters while a lens uses them.
         if device.type == "cuda" and not self._shared and not adapts:
             self._beside = torch.cuda.Stream(device)
-        self.recorded: RecordedSteps | None = None
-        """Set if steps of the same requests are replayed as CUDA graphs."""
-        one_process = len(self._stages.starts) == 1
-        if self._beside is not None and one_process and _uses_graphs(vllm_config):
-            streams = Streams(self._beside)
-            self.recorded = RecordedSteps(
-                self._operations, 0 if self.head.refusal else vocab_size, streams
-            )
         self.on_rows: Callable[[Sequence[RowsOfJob], int], None] | None = None
         """Takes the rows of consumers that run within the step, on every rank of the
         stage; `further` is added to the positions of the jobs' entries."""
@@ -139,17 +128,6 @@ class WorkerReadouts:
     def lens_refusal(self) -> str | None:
         """Why the model has no lens; empty if it has, None on ranks without a head."""
         return None if self.head.refusal == ELSEWHERE else self.head.refusal
-
-    def compile_kernels(self, staging: torch.Tensor) -> None:
-        """Compile what steps with readouts launch, before there are requests.
-
-        Args:
-            staging: `[S, hidden_size]`, the staging memory; it is only read.
-
-        """
-        if self._device.type == "cuda" and self._has_rows:
-            probe_kernel.compile_kernels(staging)
-            sum_kernel.compile_kernel(staging)
 
     def add_request(
         self,
@@ -301,8 +279,6 @@ class WorkerReadouts:
         if placed is not None and self._requests:
             job_set = self._job_set_of(placed, view)
             further = placed.shift - job_set.shift
-            if not message and self._replay(job_set, further, staging, first_row):
-                return
         jobs = [] if job_set is None else job_set.jobs
         self._call_step_consumers(jobs, staging, first_row, further)
         work: list[Work] = []
@@ -334,32 +310,6 @@ class WorkerReadouts:
                 placed, self._requests, lambda: _starts(view), self._to_device
             )
         return job_set
-
-    def _replay(
-        self, job_set: JobSet, further: int, staging: torch.Tensor, first_row: int
-    ) -> bool:
-        """Queue a step's readouts as a recorded graph; whether there is one."""
-        if self.recorded is None:
-            return False
-        began = perf_counter()
-        replayed = self.recorded.step(job_set, staging, first_row)
-        if replayed is None:
-            return False
-        copies, release = replayed
-        results = []
-        for job, arrays in zip(job_set.jobs, copies.arrays, strict=True):
-            results.append(JobResult(job.entries, further, arrays))
-            self._count(job, len(job.index), began)
-            began = perf_counter()
-        self._pending = PendingReadouts(
-            results,
-            job_set.starts,
-            further,
-            copies.done,
-            table=job_set.table,
-            release=release,
-        )
-        return True
 
     def _call_step_consumers(
         self, jobs: Sequence[Job], staging: torch.Tensor, first_row: int, further: int
@@ -494,11 +444,6 @@ class WorkerReadouts:
 
     def _to_device(self, indices: Indices) -> torch.Tensor:
         return async_tensor_h2d(indices, device=self._device)
-
-
-def _uses_graphs(vllm_config: "VllmConfig") -> bool:
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return mode is not None and mode != CUDAGraphMode.NONE
 
 
 def _problem(job: Job, error: Exception) -> str:
