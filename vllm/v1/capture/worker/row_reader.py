@@ -24,8 +24,9 @@ class RowReader(Protocol):
         plan: ReadoutPlan,
         groups: tuple[LocalGroup, ...],
         num_prompt_tokens: int,
+        adapter: int = 0,
     ) -> None:
-        """Add a request when it is first scheduled."""
+        """Add a request, with the number of its LoRA adapter, when it first runs."""
 
     def remove(self, req_id: str) -> None:
         """Drop a finished request."""
@@ -38,3 +39,6 @@ class RowReader(Protocol):
         first_row: int,
     ) -> None:
         """Read the rows of a step, after its forward pass."""
+
+    def fail(self, view: StepView, error: Exception) -> None:
+        """Let an error be the result of a step."""
