@@ -177,10 +177,15 @@ def _wrapped(line: cst.BaseStatement, site: Site) -> cst.SimpleStatementLine:
     node = line.body[0]
     assert isinstance(node, cst.Return) and node.value is not None, code(line)
     value = node.value
-    if isinstance(value, cst.Tuple):
-        parts = tuple(code(element.value) for element in value.elements)
-    else:
-        parts = (code(value),)
-    assert len(parts) == len(site.arguments), f"a returned value is lost: {code(line)}"
-    wrapped = cst.parse_expression(call(replace(site, arguments=parts)))
+    elements = value.elements if isinstance(value, cst.Tuple) else ()
+    parts = tuple(code(element.value) for element in elements) or (code(value),)
+    wrapped = cst.parse_expression(
+        call(replace(site, arguments=parts[: len(site.arguments)]))
+    )
+    if len(parts) > len(site.arguments):  # a residual that the next layer does not read
+        first = cst.Element(wrapped)
+        rest = elements[len(site.arguments) :]
+        wrapped = cst.ensure_type(value, cst.Tuple).with_changes(
+            elements=[first, *rest]
+        )
     return line.with_changes(body=[node.with_changes(value=wrapped)])

@@ -197,6 +197,36 @@ RULES: Mapping[str, Rule] = {
         split=_everywhere("self.use_sequence_parallel"),
         first=("attn_in = None if self.residual_taps else attn_in",),
     ),
+    f"{_MODELS}cohere2_moe:Cohere2MoeDecoderLayer": Rule(
+        reason="its norm comes from a function; with RMSNorm a layer leaves its branch "
+        "apart, and a second stream of the device may run the MLP beside attention",
+        cases=({"self.uses_rms_norm": False, "self.dual_stream is not None": False},),
+        made={"input_layernorm": "LayerNorm"},
+        unless={
+            'getattr(self, "uses_rms_norm", False)': "its RMSNorm adds the branch of "
+            "the layer before",
+            'getattr(self, "dual_stream", None) is not None': "attention and MLP run "
+            "in two streams of the device",
+        },
+    ),
+    "models/step5/nvidia/model:Step5DecoderLayer": Rule(
+        reason=f"{_SHARE}; its norms come from a function",
+        adding=("input_layernorm", "post_attention_layernorm"),
+        inline=("_add_for_residual", "_cast_for_residual", "_cast_for_param_op"),
+        cases=_either(
+            "self.use_sequence_parallel", {"self.fp32_residual_connection": False}
+        ),
+        unless={
+            "self.fp32_residual_connection": "its stream is in float32, wider than the "
+            "model's dtype",
+        },
+        split=_everywhere("self.use_sequence_parallel"),
+    ),
+    "models/deepseek_v32/amd/model:DeepseekV32DecoderLayer": Rule(
+        reason="ranks other than the first may set the MLP's output to zeros, which "
+        "the next norm sums over ranks: the points are the same places",
+        cases=({"self.zero_mlp_output": False},),
+    ),
     "models/minimax_m3/nvidia/model:MiniMaxM3DecoderLayer": Rule(
         reason="whether a layer's FFN output is summed over ranks in the layer or by "
         "the next norm is settled when the model is built",
@@ -381,7 +411,25 @@ _DEFERRED = (
     "the stream and its norm leave it together, an intervention could not reach both"
 )
 
+_ON_SPHERE = (
+    "a layer turns the stream on a sphere towards its one sublayer's output and "
+    "returns it at once; the layers of the loop run several times a pass, unnumbered"
+)
+_FUSED_DECODE = (
+    "for small batches a kernel adds and norms beside the layer's own statements: "
+    "interventions would act in large batches only"
+)
+_FUSED_BOUNDARY = (
+    "a sublayer's output is normed and added, and the sum normed for the next "
+    "sublayer, in one kernel: the stream and its norm leave it together"
+)
+
 REFUSED: Mapping[str, str] = {
+    f"{_MODELS}dory:DoryDecoderLayer": _ON_SPHERE,
+    "models/beam/nvidia/model:BeamDecoderLayer": _FUSED_BOUNDARY,
+    "models/flint/model:FlintDecoderLayer": _FUSED_DECODE,
+    "models/muse_spark/amd/model:MuseSpark1xDecoderLayer": _FUSED_BOUNDARY,
+    "models/muse_spark/nvidia/model:MuseSpark1xDecoderLayer": _FUSED_BOUNDARY,
     f"{_MODELS}gemma3n:Gemma3nDecoderLayer": "AltUp: four streams are predicted and "
     "corrected in every block, no single tensor is the residual stream",
     "models/inkling/amd/model:InklingDecoderLayer": _DEFERRED,
@@ -407,6 +455,7 @@ NOT_TAPPED: Mapping[str, str] = {
     f"{_MODELS}whisper_causal:WhisperCausalEncoderLayer": _ENCODER,
     f"{_MODELS}nemotron_parse:BartDecoderLayer": _ENCODER,
     f"{_MODELS}nemotron_parse:MBartDecoderLayer": _ENCODER,
+    f"{_MODELS}nemotron_parse3_5:MBartDecoderLayer": _ENCODER,
     f"{_MODELS}cohere_eagle:CohereEagleDecoderLayer": _DRAFT,
     f"{_MODELS}deepseek_eagle3:DeepseekV2Eagle3DecoderLayer": _DRAFT,
     f"{_MODELS}gemma4_dspark:Gemma4DSparkDecoderLayer": _DRAFT,
@@ -420,7 +469,9 @@ NOT_TAPPED: Mapping[str, str] = {
     f"{_MODELS}qwen3_dflash:DFlashQwen3DecoderLayer": _DRAFT,
     f"{_MODELS}qwen3_dflash2:DFlash2Qwen3DecoderLayer": _DRAFT,
     f"{_MODELS}qwen3_eagle3:Qwen3Eagle3DecoderLayer": _DRAFT,
+    "models/beam/nvidia/dflash2:DFlash2BeamDecoderLayer": _DRAFT,
     "models/kimi_k3/nvidia/dspark_mla:K3DSparkDecoderLayer": _DRAFT,
+    "models/muse_spark/common/dspark:MuseSparkDSparkDecoderLayer": _DRAFT,
     f"{_MODELS}embedding_gemma2:EmbeddingGemma2DecoderLayer": "an embedding model's "
     "layer: nothing is generated",
     f"{_MODELS}openai_privacy_filter:OpenAIPrivacyFilterDecoderLayer": "a token "
@@ -431,6 +482,23 @@ NOT_TAPPED: Mapping[str, str] = {
     f"{_MODELS}iquest_loopcoder:LoopGateProjection": "a gate between two runs of a "
     "layer, not a block",
 }
+
+SINCE: Mapping[str, frozenset[str]] = {
+    "0.33.0": frozenset(
+        (
+            f"{_MODELS}dory:DoryDecoderLayer",
+            f"{_MODELS}nemotron_parse3_5:MBartDecoderLayer",
+            "models/beam/nvidia/dflash2:DFlash2BeamDecoderLayer",
+            "models/beam/nvidia/model:BeamDecoderLayer",
+            "models/flint/model:FlintDecoderLayer",
+            "models/muse_spark/amd/model:MuseSpark1xDecoderLayer",
+            "models/muse_spark/common/dspark:MuseSparkDSparkDecoderLayer",
+            "models/muse_spark/nvidia/model:MuseSpark1xDecoderLayer",
+            "models/step5/nvidia/model:Step5DecoderLayer",
+        )
+    ),
+}
+"""By release: the classes of the tables above that upstream has from it on."""
 
 _BETWEEN = (
     "between some blocks the model itself changes the stream ({what}), so post_block "

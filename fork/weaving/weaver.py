@@ -89,7 +89,7 @@ def _task(
     module: str, release: Release, edit_file: Path | None, has_layers: bool
 ) -> Task:
     path = release.root / module
-    parts = [module.encode(), release.version.encode(), path.read_bytes()]
+    parts = [module.encode(), path.read_bytes()]  # the same in several releases
     if edit_file is not None:
         parts += [edit_file.read_bytes(), language_digest()]
     if has_layers:
@@ -141,12 +141,8 @@ def _weave_and_keep(task: Task) -> WovenFile:
     except Exception as error:
         error.add_note(f"while weaving {task.module} of vLLM {task.version}")
         raise
-    record = {
-        "source": woven.source,
-        "faults": [fault.as_dict() for fault in woven.faults],
-        "layers": woven.layers,
-    }
-    keep(task.key, record)
+    if not woven.faults:  # a fault names the release
+        keep(task.key, {"source": woven.source, "layers": woven.layers})
     return woven
 
 
@@ -154,8 +150,7 @@ def _read(task: Task) -> WovenFile | None:
     record = recall(task.key)
     if record is None:
         return None
-    faults = tuple(Fault(**fault) for fault in record["faults"])
-    return WovenFile(task.module, record["source"], faults, tuple(record["layers"]))
+    return WovenFile(task.module, record["source"], (), tuple(record["layers"]))
 
 
 def weave_file(task: Task) -> WovenFile:
