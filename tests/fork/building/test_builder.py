@@ -78,6 +78,7 @@ def test_the_metadata_is_upstreams_and_ours(mini: Mini) -> None:
     assert groups == {
         "console_scripts",
         "vllm.general_plugins",
+        "vllm.steering_forms",
         "vllm.capture_consumers",
         "inspect_ai",
     }
