@@ -106,6 +106,17 @@ def run_script(
 
 
 @pytest.hookimpl(trylast=True)  # when `-m` and `-k` have chosen
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Escape captured text that is not valid Unicode: processes send it as UTF-8."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode())
+        for name, text in report.sections
+    ]
+    return report
+
+
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:

@@ -69,7 +69,7 @@ TOO_MUCH: dict[str, tuple[bytes, str]] = {
     "digits": (b"[" + b"1" * 3000 + b"]", "64 bits"),
     "not a number": (b"[NaN]", "not JSON"),
     "infinity": (b"[1e999]", "not JSON"),
-    "surrogates": (rb'{"a": "\ud800"}', "not JSON"),
+    "surrogates": (rb'{"a": "\ud800"}', "lone surrogate"),
     "raw surrogates": (b'"\xed\xa0\x80"', "not JSON"),
     "nothing": (b"", "not JSON"),
 }

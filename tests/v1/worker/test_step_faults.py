@@ -6,7 +6,6 @@ requests without the feature get what they get without the error, and those with
 error, never an answer that lacks what was asked for.
 """
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,14 +145,6 @@ def errors_of(output: RequestOutput) -> list[str]:
 
 def tokens(output: RequestOutput) -> list[int]:
     return list(output.outputs[0].token_ids)
-
-
-@pytest.fixture(autouse=True)
-def unlogged() -> Iterator[None]:
-    """Keep the errors out of the captured log: their text is not valid Unicode."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("place", PLACES)

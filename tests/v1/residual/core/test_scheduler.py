@@ -19,7 +19,12 @@ from vllm.v1.residual.core.scheduler import (
     open_scheduling,
 )
 
-OUTPUT = {"readouts": None, "receipts": None, "num_nans_in_logits": None}
+OUTPUT = {
+    "readouts": None,
+    "receipts": None,
+    "num_nans_in_logits": None,
+    "failed": None,
+}
 
 
 def scheduler_of(
@@ -89,7 +94,8 @@ def test_tokens_sampled_from_nan_are_dropped_and_end_the_request() -> None:
     output = SimpleNamespace(**{**OUTPUT, "num_nans_in_logits": {"r": 3}})
     assert on.sampled(one, output, 1, [4]) == []
     assert on.stops(one, False) and one.status is RequestStatus.FINISHED_ERROR
-    assert on.take_nonfinite() == {"r": ([1, 2],)} and on.take_nonfinite() == {}
+    assert on.take_nonfinite() == ({"r": ([1, 2],)}, {})
+    assert on.take_nonfinite() == ({}, {})
 
 
 class Fires:

@@ -7,6 +7,7 @@ would take longer is refused before, by the number of signs outside of texts.
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,11 @@ def too_large(limits: BodyLimits) -> str:
     )
 
 
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F][0-9a-fA-F]", rb"\\u[dD][c-fC-F]"
+_LONE_SURROGATE = re.compile(_HIGH + b"(?!" + _LOW + b")|(?<!" + _HIGH + b")" + _LOW)
+"""An escape of half a character; the parser's own message does not say so."""
+
+
 def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
     """Parse a body.
 
@@ -82,6 +88,8 @@ def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
     except RecursionError:
         raise BodyError(_too_many("nested lists and objects", limits.depth)) from None
     except (UnicodeError, msgspec.DecodeError) as error:
+        if _LONE_SURROGATE.search(raw):
+            raise BodyError("a text has a lone surrogate, half a character") from None
         raise BodyError(f"it is not JSON: {error}") from None
     except ValueError as error:
         raise BodyError(str(error)) from None
