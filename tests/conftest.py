@@ -105,7 +105,6 @@ def run_script(
         llm.llm_engine.engine_core.shutdown()
 
 
-@pytest.hookimpl(trylast=True)  # when `-m` and `-k` have chosen
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
     """Escape captured text that is not valid Unicode: processes send it as UTF-8."""
@@ -117,6 +116,7 @@ def pytest_runtest_makereport() -> Iterator[None]:
     return report
 
 
+@pytest.hookimpl(trylast=True)  # when `-m` and `-k` have chosen
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
