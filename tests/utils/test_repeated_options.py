@@ -57,6 +57,7 @@ def test_only_an_option_whose_first_value_is_lost_is_warned_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="vllm")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     given = ["--capture-consumers", "inline", "--capture-consumers=logging"]
     parser.parse_args(

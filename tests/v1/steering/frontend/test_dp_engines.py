@@ -69,7 +69,7 @@ def test_a_request_at_one_engine_refuses_it_for_all(
     before = [core.content() for core in cores]
     cores[busy].scheduler.requests["r"] = request(HUGE)
     with (
-        patch("vllm.v1.steering.core.engine.rehash"),
+        patch("vllm.v1.steering.core.prefix_cache.rehash"),
         pytest.raises(SteeringValidationError, match="in flight") as raised,
     ):
         asyncio.run(Engines(Client(*cores)).set(tiers(HUGE), False))
