@@ -179,6 +179,7 @@ def _wrapped(line: cst.BaseStatement, site: Site) -> cst.SimpleStatementLine:
     value = node.value
     elements = value.elements if isinstance(value, cst.Tuple) else ()
     parts = tuple(code(element.value) for element in elements) or (code(value),)
+    assert len(parts) >= len(site.arguments), f"returns too little: {code(line)}"
     wrapped = cst.parse_expression(
         call(replace(site, arguments=parts[: len(site.arguments)]))
     )

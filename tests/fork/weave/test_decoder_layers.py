@@ -88,6 +88,17 @@ def test_a_stale_residual_is_not_added() -> None:
     assert taps(mini.STALE)[-1] == stream("post_block")
 
 
+def test_a_stale_residual_is_returned_beside_an_expression() -> None:
+    source = mini.STALE.replace(
+        "hidden_states = residual + hidden_states\n"
+        "        return hidden_states, residual",
+        "return residual + hidden_states, residual",
+    )
+    assert source != mini.STALE
+    wrapped = 'residual_tap.stream(self, "post_block", residual + hidden_states)'
+    assert f"return {wrapped}, residual" in (woven(source).source or "")
+
+
 def test_a_residual_that_is_overwritten_is_not_tapped() -> None:
     assert taps(mini.STALE)[0] == stream("pre_attn")
 
