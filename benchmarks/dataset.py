@@ -236,7 +236,7 @@ def whole_run(
     assert running.returncode == 0, (folder / "log").read_text()[-4000:]
     memory = [size for size in seen.values() if size]
     assert len(memory) > 4, "too few shards to tell how memory grows; more --prompts"
-    manifest = json.loads((out / "manifest.json").read_text())
+    manifest = json.loads((out / "_manifest.json").read_text())
     return {
         "seconds_with_start": round(time.perf_counter() - began, 1),
         "counts": manifest["counts"],

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from vllm.capture_dataset.collect import collect
-from vllm.capture_dataset.manifest import Manifest
+from vllm.capture_dataset.manifest import NAME, Manifest
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.prompts import Prompt, Tokens
@@ -118,5 +118,5 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "manifest.json"
+        if path.is_file() and path.name != NAME
     }

@@ -4,6 +4,7 @@
 import errno
 import json
 import random
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from tests.capture_dataset._collecting import (
 from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.collect import begin
 from vllm.capture_dataset.formats import WRITERS
-from vllm.capture_dataset.manifest import Manifest
-from vllm.capture_dataset.progress import Progress
+from vllm.capture_dataset.manifest import EARLIER_NAME, NAME, Manifest
+from vllm.capture_dataset.progress import Progress, parse_bytes
 from vllm.capture_dataset.prompts import Prompt, TokenText
 from vllm.capture_dataset.shards import MAX_PROMPTS, groups
 from vllm.capture_dataset.survey import Entry
@@ -203,6 +204,47 @@ def test_a_folder_of_another_data_set_is_refused(source: Path, tmp_path: Path) -
     assert runner.ran == []
 
 
+def test_a_manifest_of_an_earlier_version_is_read_and_renamed(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    runner = FakeRunner(fail_after=9)
+    with pytest.raises(KeyboardInterrupt):
+        collected(source, out, runner)
+    (out / NAME).rename(out / EARLIER_NAME)
+    assert 0 < len(load_dataset(out)) < 23
+    assert collected(source, out, resume=True).complete
+    assert len(load_dataset(out)) == 23 and not (out / EARLIER_NAME).exists()
+
+
+def test_rows_that_do_not_fit_on_the_disk_are_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    plan = planned(source, tmp_path / "out", FakeRunner(), positions="all_prompt")
+    needed = plan.totals()[2] * plan.row_bytes
+    plan.check_room(needed)
+    with pytest.raises(CaptureValidationError, match=r"the disk has .*; make room"):
+        plan.check_room(needed - 1)
+    planned(source, tmp_path, FakeRunner(), positions="all_generated").check_room(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(("7", 7), ("64K", 65536), ("64k", 64000), ("20MB", 20_000_000)),
+        *(("1GiB", 1 << 30), ("1.5 GiB", 3 << 29), ("2mb", 2_000_000)),
+    ],
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+def test_what_is_no_size_is_refused() -> None:
+    for text in ("", "MB", "-1M", "1 PB", "12 apples"):
+        with pytest.raises(ArgumentTypeError, match="is not a size"):
+            parse_bytes(text)
+
+
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
@@ -246,6 +288,7 @@ def test_foreign_tools_open_the_table(source: Path, tmp_path: Path) -> None:
     import datasets
     import duckdb
     import pandas
+    import pyarrow.dataset
 
     manifest = collected(source, tmp_path / "out")
     rows = sum(shard.num_rows for shard in manifest.shards)
@@ -254,8 +297,9 @@ def test_foreign_tools_open_the_table(source: Path, tmp_path: Path) -> None:
         f"select count(*), max(len(values)) from '{pattern}' where layer = 3"
     ).fetchall()
     assert (count * 2, width) == (rows, WIDTH)
-    frame = pandas.read_parquet(tmp_path / "out/part-00000.parquet")
-    assert len(frame["values"][0]) == WIDTH
+    frame = pandas.read_parquet(tmp_path / "out")
+    assert len(frame) == rows and len(frame["values"][0]) == WIDTH
+    assert pyarrow.dataset.dataset(tmp_path / "out").count_rows() == rows
     opened = datasets.load_dataset(
         "parquet", data_files=pattern, split="train", cache_dir=str(tmp_path / "cache")
     )

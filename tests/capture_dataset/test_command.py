@@ -16,6 +16,7 @@ import torch
 from tests.capture_dataset._collecting import ROOT, contents
 from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.formats import WRITERS
+from vllm.capture_dataset.manifest import NAME
 from vllm.capture_dataset.runners import EngineRunner
 from vllm.entrypoints.cli.capture import run as command
 
@@ -94,15 +95,16 @@ def test_every_format_is_whole_and_resumes_to_nothing(
     words = (source, *PLAIN, "--out", out, "--format", format, "--context-size", 4)
     call(*words, "--shard-size", "64K")
     before = contents(out)
-    manifest = json.loads((out / "manifest.json").read_text())
+    manifest = json.loads((out / NAME).read_text())
     assert manifest["complete"] and len(manifest["shards"]) > 1
     assert manifest["counts"]["num_prompts"] == 9
     assert manifest["facts"]["model"]["weights"] and manifest["about"]["version"]
     assert "holds a data set already" in call(*words, status=1)
     call(*words, "--shard-size", "64K", "--resume")
     assert contents(out) == before
-    said = call(*words, "--shard-size", "64K", "--resume", "--max-tokens", 2, status=1)
-    assert "was begun with max_tokens 1" in said
+    with mock.patch.object(command, "_runner", side_effect=AssertionError):
+        other = ("--shard-size", "64KiB", "--resume", "--max-tokens", 2)
+        assert "was begun with max_tokens 1" in call(*words, *other, status=1)
 
 
 def test_options_choose_prompts_rows_and_types(call: Call, tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_an_interrupt_leaves_what_is_there(
 def test_a_folder_of_another_model_is_refused(call: Call, tmp_path: Path) -> None:
     source, out = jsonl(tmp_path / "in.jsonl"), tmp_path / "out"
     call(source, *PLAIN, "--out", out)
-    path = out / "manifest.json"
+    path = out / NAME
     told = json.loads(path.read_text())
     told["facts"]["model"]["weights"] = "of another"
     path.write_text(json.dumps(told))

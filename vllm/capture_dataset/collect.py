@@ -4,7 +4,7 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from vllm import __version__
-from vllm.capture_dataset.manifest import NAME, Manifest
+from vllm.capture_dataset.manifest import Manifest, manifest_path
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.prompts import Prompt
@@ -22,7 +22,7 @@ def begin(plan: Plan) -> Manifest:
 
     """
     folder, facts = plan.output.folder, plan.facts()
-    there = (folder / NAME).is_file()
+    there = manifest_path(folder).is_file()
     if there and not plan.output.resume:
         raise fail(
             f"out: {str(folder)!r} holds a data set already; use --resume to continue "

@@ -10,7 +10,9 @@ from typing import Any
 
 from vllm.v1.capture.errors import fail
 
-NAME = "manifest.json"
+NAME = "_manifest.json"
+"""Readers of folders, such as pandas and pyarrow, skip names that begin with `_`."""
+EARLIER_NAME = "manifest.json"
 KIND = "clearbox capture data set"
 FORMAT_VERSION = 1
 LAYER_CONVENTION = "0-based block index"
@@ -54,7 +56,7 @@ class ShardFile:
 
 @dataclass(slots=True)
 class Manifest:
-    """The content of `manifest.json`."""
+    """The content of `_manifest.json`."""
 
     facts: dict[str, Any]
     """Model, source, columns, hook points and positions, which a resumed run must
@@ -72,7 +74,7 @@ class Manifest:
             CaptureValidationError: there is no manifest, or it is not of this kind.
 
         """
-        path = folder / NAME
+        path = manifest_path(folder)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content["format_version"]
@@ -114,6 +116,7 @@ class Manifest:
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(aside, folder / NAME)
+        (folder / EARLIER_NAME).unlink(missing_ok=True)
 
     def check_same(self, facts: dict[str, Any], folder: Path) -> None:
         """Refuse to resume another data set.
@@ -142,6 +145,12 @@ class Manifest:
                 del self.shards[index:]
                 return dropped
         return 0
+
+
+def manifest_path(folder: Path) -> Path:
+    """The manifest of a folder, which earlier versions gave another name."""
+    earlier = folder / EARLIER_NAME
+    return earlier if earlier.is_file() else folder / NAME
 
 
 def _short(value: Any) -> str:

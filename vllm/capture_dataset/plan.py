@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from vllm.capture_dataset.manifest import LAYER_CONVENTION
+from vllm.capture_dataset.progress import human_bytes
 from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.readouts import ReadoutColumn, columns_of, completed
 from vllm.capture_dataset.runners import Runner
@@ -17,6 +18,8 @@ from vllm.v1.capture.errors import fail
 from vllm.v1.residual.addresses import why_not
 from vllm.v1.residual.selectors import first_outside, parse_positions
 
+SPECIAL_TOKENS = 8
+"""More than a tokenizer adds to a text."""
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -73,34 +76,55 @@ class Plan:
 
     def facts(self) -> dict[str, Any]:
         """The facts that determine the rows, for the manifest."""
-        source, rows, output = self.survey.spec, self.rows, self.output
+        rows = self.rows
         readouts = {
             "specs": dict(rows.readouts),
             "modules": self.modules,
             "columns": {column.name: column.as_dict() for column in self.readouts},
         }
         return {
+            **known_facts(self.survey, rows, self.output),
             "model": self.model.as_dict(),
-            "source_sha256": self.survey.digest,
-            "column": self.survey.column,
-            "id_column": source.id_column,
-            "on_repeated_id": "replace" if source.replace_repeated else "refuse",
-            "carry": {name: str(kind) for name, kind in self.survey.carried.items()},
-            "chat": source.chat,
-            "limit": source.limit,
-            "truncate": source.truncate,
             "hooks": list(rows.hooks),
             "layers": sorted(rows.layers),
             "layer_convention": LAYER_CONVENTION,
-            "positions": rows.positions,
-            "max_tokens": rows.max_tokens,
             "values_dtype": self.stored_dtype,
-            "format": output.format,
-            "compression": output.compression,
-            "context_size": output.context_size,
-            "shard_bytes": output.shard_bytes,
             **({"readouts": readouts} if rows.readouts else {}),
         }
+
+    def totals(self) -> tuple[int, int, int]:
+        """Numbers of prompts, and at most of tokens and rows; tokenizes all prompts."""
+        prompts = tokens = rows = 0
+        for prompt in self.prompts():
+            prompts += 1
+            tokens += len(prompt.token_ids) + self.rows.max_tokens - 1
+            rows += self.rows_of(len(prompt.token_ids)) * len(self.rows.taps)
+        return prompts, tokens, rows
+
+    def check_room(self, free: int) -> None:
+        """Refuse rows of prompts, and readouts, that need more than `free` bytes.
+
+        Generated tokens are not counted, because an answer may be short.
+
+        Raises:
+            CaptureValidationError: with the size.
+
+        """
+        plan = replace(self, rows=replace(self.rows, max_tokens=1))
+        row_bytes = self.row_bytes + self.readout_bytes // len(self.rows.taps)
+        longest = self.survey.longest_bytes + SPECIAL_TOKENS
+        most = self.survey.num_entries * plan.rows_of(longest) * len(self.rows.taps)
+        if most * row_bytes <= free and not self.survey.has_chats:
+            return
+        needed = plan.totals()[2] * row_bytes
+        if needed > free:
+            raise fail(
+                f"out: the rows need {human_bytes(needed)}, and the disk has "
+                f"{human_bytes(free)}; make room, or use --layers, --positions, "
+                "--limit or --values-dtype float16",
+                "out",
+                str(self.output.folder),
+            )
 
     def rows_of(self, num_tokens: int) -> int:
         """Most rows of one tap for a prompt of this length."""
@@ -168,7 +192,8 @@ class Plan:
         spans = parse_positions(self.rows.positions, "positions", fail)
         truncate = survey.spec.truncate
         fits = truncate is not None and truncate <= room
-        fits = fits or (not survey.has_chats and survey.longest_bytes + 8 <= room)
+        longest = survey.longest_bytes + SPECIAL_TOKENS
+        fits = fits or (not survey.has_chats and longest <= room)
         if fits and isinstance(spans, str):
             return
         for prompt in self.prompts():
@@ -192,6 +217,28 @@ class Plan:
                     "positions",
                     outside,
                 )
+
+
+def known_facts(survey: Survey, rows: RowsSpec, output: OutputSpec) -> dict[str, Any]:
+    """The facts of a data set that are known without its model."""
+    source = survey.spec
+    return {
+        "source_sha256": survey.digest,
+        "column": survey.column,
+        "id_column": source.id_column,
+        "on_repeated_id": "replace" if source.replace_repeated else "refuse",
+        "carry": {name: str(kind) for name, kind in survey.carried.items()},
+        "chat": source.chat,
+        "limit": source.limit,
+        "truncate": source.truncate,
+        "positions": rows.positions,
+        "max_tokens": rows.max_tokens,
+        "format": output.format,
+        "compression": output.compression,
+        "context_size": output.context_size,
+        "shard_bytes": output.shard_bytes,
+        **({"layers": sorted(rows.layers)} if rows.layers else {}),
+    }
 
 
 def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The progress of a run: prompts, rows, bytes, tokens per second, time left."""
 
+import argparse
+import re
 import sys
 from time import monotonic
 from typing import Any, TextIO
@@ -88,6 +90,24 @@ def human_bytes(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} TiB"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size: `64M` and `64MiB` are 2**20 each, `20m` and `20MB` 10**6.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no size.
+
+    """
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKmMgGtT]?)(i?[bB])?", text.strip())
+    if parts is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write bytes, or a number as in 20MB, 1GiB or 64M"
+        )
+    number, unit, suffix = parts.groups()
+    is_binary = unit.isupper() if suffix is None else suffix[0] == "i"
+    power = " kmgt".index(unit.lower() or " ")
+    return int(float(number) * (1024 if is_binary else 1000) ** power)
 
 
 def human_seconds(seconds: float) -> str:

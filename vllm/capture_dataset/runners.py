@@ -4,6 +4,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.capture_dataset.prompts import Prompt, Tokens
@@ -24,6 +25,8 @@ CONSUMER = {
 }
 COLLECTED_AT_ONCE = 64
 """Number of finished requests whose rows are collected together."""
+COLLECT_SECONDS = 1.0
+"""After so long fewer are collected, so that progress is seen within a shard."""
 IN_FLIGHT = 1024
 """Maximum number of requests in the engine, which is enough for large batches.
 
@@ -77,13 +80,15 @@ class EngineRunner:
         waiting = iter(prompts)
         sent: dict[str, Prompt] = {}
         ended: list[RequestOutput] = []
+        collected_at = monotonic()
         while self._add(islice(waiting, IN_FLIGHT - len(sent)), rows, sent):
             outputs: Any = engine.step()
             # Requests of earlier steps: their rows arrived while this step was
             # computed.
-            if len(ended) >= COLLECTED_AT_ONCE:
+            late = monotonic() - collected_at > COLLECT_SECONDS
+            if len(ended) >= COLLECTED_AT_ONCE or late:
                 yield from self._collect(ended, sent, tokens)
-                ended = []
+                ended, collected_at = [], monotonic()
             ended += [output for output in outputs if output.finished]
             if len(ended) == len(sent):
                 yield from self._collect(ended, sent, tokens)

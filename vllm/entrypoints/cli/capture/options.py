@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm.capture_dataset.progress import parse_bytes
 from vllm.capture_dataset.readouts import parse_readouts
 from vllm.capture_dataset.spec import (
     EARLIER_FORMATS,
@@ -16,7 +17,6 @@ from vllm.capture_dataset.spec import (
     SourceSpec,
 )
 from vllm.entrypoints.cli.steer.options import parse_layers
-from vllm.utils.argparse_utils import human_readable_int
 from vllm.v1.capture.errors import fail
 from vllm.v1.residual.addresses import MLP_ADD, hook_name, parse_address
 from vllm.v1.residual.selectors import parse_positions
@@ -142,11 +142,12 @@ def _add_output(group: Any) -> None:
     )
     group.add_argument(
         "--shard-size",
-        type=human_readable_int,
+        type=parse_bytes,
         default=256 << 20,
         metavar="BYTES",
-        help="Bytes of values per file, such as 64M; 256 MiB by default. A killed run "
-        "loses at most two unfinished shards; about three are in memory.",
+        help="Bytes of values per file, such as 64M, 20MB or 1GiB; 256 MiB by "
+        "default. A killed run loses at most two unfinished shards; about three are "
+        "in memory.",
     )
     group.add_argument("--compression", choices=COMPRESSIONS, default="none")
     group.add_argument(

@@ -6,17 +6,18 @@ import os
 import signal
 import sys
 from itertools import islice
+from shutil import disk_usage
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 from vllm.capture_dataset.allocator import keep_freed_memory
 from vllm.capture_dataset.collect import begin, collect
-from vllm.capture_dataset.manifest import NAME, Manifest
-from vllm.capture_dataset.plan import Plan
+from vllm.capture_dataset.manifest import NAME, Manifest, manifest_path
+from vllm.capture_dataset.plan import Plan, known_facts
 from vllm.capture_dataset.progress import Progress, human_bytes, human_seconds
 from vllm.capture_dataset.runners import CaptureRunError, Runner
-from vllm.capture_dataset.spec import OutputSpec
+from vllm.capture_dataset.spec import OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.options import specs_of
 from vllm.v1.capture.errors import CaptureValidationError, fail
@@ -33,8 +34,9 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         source, rows, output = specs_of(args)
-        _check_folder(output, args.dry_run)
         survey = Survey.of(source)
+        if not args.dry_run:
+            _check_folder(survey, rows, output)
         runner = _runner(args)
     except CaptureValidationError as error:
         return _print_error(str(error))
@@ -62,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _collect(plan: Plan, runner: Runner) -> int:
-    begin(plan)
+    stored = sum(shard.num_value_bytes for shard in begin(plan).shards)
+    folder = plan.output.folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    plan.check_room(disk_usage(there).free + stored)
     progress = Progress(plan.survey.num_entries)
     try:
         manifest = collect(plan, runner, progress)
@@ -80,11 +85,7 @@ def _collect(plan: Plan, runner: Runner) -> int:
 
 def estimate(plan: Plan, runner: Runner) -> None:
     """Print rows, bytes and time; the time is extrapolated from a few prompts."""
-    prompts = tokens = rows = 0
-    for prompt in plan.prompts():
-        prompts += 1
-        tokens += len(prompt.token_ids) + plan.rows.max_tokens - 1
-        rows += plan.rows_of(len(prompt.token_ids)) * len(plan.rows.taps)
+    prompts, tokens, rows = plan.totals()
     tried = list(islice(plan.prompts(), TRIED_PROMPTS))
     for _ in range(2):  # The first time warms up.
         began = monotonic()
@@ -100,9 +101,9 @@ def estimate(plan: Plan, runner: Runner) -> None:
     print(f"time        about {human_seconds(seconds * tokens / max(done, 1))}")
 
 
-def _check_folder(output: OutputSpec, dry: bool) -> None:
+def _check_folder(survey: Survey, rows: RowsSpec, output: OutputSpec) -> None:
     """Check the output folder before a model is loaded."""
-    if dry or not (output.folder / NAME).exists():
+    if not manifest_path(output.folder).exists():
         return
     if not output.resume:
         raise fail(
@@ -111,7 +112,9 @@ def _check_folder(output: OutputSpec, dry: bool) -> None:
             "out",
             str(output.folder),
         )
-    Manifest.read(output.folder)
+    manifest = Manifest.read(output.folder)
+    known = known_facts(survey, rows, output)
+    manifest.check_same(manifest.facts | known, output.folder)
 
 
 def _runner(args: argparse.Namespace) -> Any:
