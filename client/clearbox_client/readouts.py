@@ -10,7 +10,7 @@ from clearbox_client import notebook
 from clearbox_client.payloads import packed_values
 from numpy.typing import NDArray
 
-_FACTS = ("kind", "positions", "taps", "error", "num_prompt_tokens")
+_FACTS = ("kind", "positions", "taps", "error", "num_prompt_tokens", "note")
 _INTEGERS = ("token_ids", "features")
 
 
@@ -32,6 +32,8 @@ class Readout:
     """The error of the readout or of a part of it."""
     num_prompt_tokens: int | None = None
     """In chunks: position p is that of generated token `p - num_prompt_tokens`."""
+    note: str | None = None
+    """Set if the request changes the stream where it is read, after reading it."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> "Readout":
@@ -47,6 +49,7 @@ class Readout:
             },
             error=answer.get("error"),
             num_prompt_tokens=answer.get("num_prompt_tokens"),
+            note=answer.get("note"),
         )
 
     def __getitem__(self, name: str) -> NDArray[Any]:

@@ -147,6 +147,14 @@ def test_choices_have_their_own_under_their_index(server: Server) -> None:
     assert found["1"]["p"]["positions"][0] == 3
 
 
+def test_a_readout_of_what_its_request_changes_says_so(server: Server) -> None:
+    change = {"post_block": {"2": {"vector": [1.0] * HIDDEN}}}
+    asked = body(readouts=SPEC, steering_vectors=change, stream=True)
+    *_, last = [one["readouts"] for one in server.stream("/v1/completions", asked)][-1:]
+    noted = {name: one["note"] for name, one in last.items() if "note" in one}
+    assert list(noted) == ["lens"] and "changes post_block of layer 2" in noted["lens"]
+
+
 def test_chat_reads_out_and_stops(server: Server) -> None:
     chat = {
         "model": "tiny",

@@ -51,6 +51,9 @@ class ReadoutResult:
     """In the outputs of a stream: position p is that of generated token
     `p - num_prompt_tokens`. A token is computed after the output that brings it, so its
     values come with the next one."""
+    note: str | None = None
+    """Set if the request itself changes the stream at a place that is read here: the
+    values are those before the change."""
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
@@ -178,4 +181,5 @@ def _followed(first: ReadoutResult, second: ReadoutResult) -> ReadoutResult:
         {**first.arrays, **arrays},
         second.error or first.error,
         second.num_prompt_tokens,
+        second.note,
     )

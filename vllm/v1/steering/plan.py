@@ -130,6 +130,13 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Base, prefill and decode."""
         return self.base, self.prefill, self.decode
 
+    @property
+    def taps(self) -> frozenset[Tap]:
+        """The `(layer, hook)` at which the stream is changed."""
+        parts = [part for part in self.parts if part is not None]
+        added = (tap for part in parts for tap in part.taps)
+        return frozenset(added).union(one.tap for p in parts for one in p.operations)
+
     @cached_property
     def prefill_digest(self) -> str:
         """The digest of the vectors for prompt tokens; empty if there are none."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects a request's readout results in the output processor."""
 
+from collections.abc import Set
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from vllm.v1.residual.readout_plan import (
     StopWhen,
 )
 from vllm.v1.residual.spans import overlap
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -23,10 +25,21 @@ if TYPE_CHECKING:
 class Collector:
     """Joins the parts that arrive with the outputs of one sample."""
 
-    def __init__(self, plan: ReadoutPlan, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, plan: ReadoutPlan, num_prompt_tokens: int, changed: Set[Tap] = frozenset()
+    ) -> None:
+        """Join the results of a plan's readouts.
+
+        Args:
+            plan: the readouts.
+            num_prompt_tokens: of the request.
+            changed: the places where the request itself changes the stream.
+
+        """
         readouts = [one for one in plan.readouts if not one.step]
         self._readouts = {one.name: one for one in readouts}
         self._joined = {one.name: Joined(one) for one in readouts}
+        self._notes = {one.name: _note_changed(one, changed) for one in readouts}
         self._num_prompt_tokens = num_prompt_tokens
         self._stop_when = plan.stop_when
         self._taken = {name for reader in plan.readers for name in reader.names}
@@ -61,7 +74,7 @@ class Collector:
                 for rule in self._stop_when:
                     _note_unread(rule, whole[rule.readout])
                 self._last = whole
-            return self._placed(whole) if delta else whole
+            return self._placed(whole) if delta else self._noted(whole)
         news = {name: one.news(stop) for name, one in self._joined.items()}
         return self._placed(
             {name: one for name, one in news.items() if one is not None}
@@ -71,6 +84,11 @@ class Collector:
         """Say of the results in a stream to which tokens their positions belong."""
         for result in results.values():
             result.num_prompt_tokens = self._num_prompt_tokens
+        return self._noted(results)
+
+    def _noted(self, results: dict[str, ReadoutResult]) -> dict[str, ReadoutResult]:
+        for name, result in results.items():
+            result.note = self._notes[name]
         return results
 
     def rows(self, num_tokens: int) -> list[ReadoutRows]:
@@ -94,6 +112,19 @@ class Collector:
         ]
 
 
+def _note_changed(readout: Readout, changed: Set[Tap]) -> str | None:
+    places = [tap for tap in readout.taps if tap in changed]
+    if not places:
+        return None
+    layer, hook = places[0]
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return (
+        f"this request changes {hook} of layer {layer}{more}, after it is read: these "
+        "values are those before the change. What lies behind post_block of a layer "
+        "is pre_attn of the next"
+    )
+
+
 def _note_missing(readout: Readout, result: ReadoutResult, stop: int) -> None:
     wanted = sum(b - a for a, b in overlap(readout.ranges, 0, stop))
     if len(result.positions) != wanted and result.error is None:
@@ -113,14 +144,16 @@ def _note_unread(rule: StopWhen, result: ReadoutResult) -> None:
         )
 
 
-def collector_for(params: "SamplingParams | None") -> Collector | None:
-    """A collector for a request; None if it has no readouts."""
+def collector_for(
+    params: "SamplingParams | None", changed: Set[Tap] = frozenset()
+) -> Collector | None:
+    """A collector for a request that changes these places; None without readouts."""
     plan = params._capture_plan if params is not None else None
     if plan is None or plan.readouts is None:
         return None
     if all(one.step for one in plan.readouts.readouts):
         return None
-    return Collector(plan.readouts, plan.num_prompt_tokens)
+    return Collector(plan.readouts, plan.num_prompt_tokens, changed)
 
 
 def ended_by(stop_reason: object) -> bool:

@@ -53,6 +53,8 @@ def _result(result: ReadoutResult) -> dict[str, Any]:
         found[name] = _packed(array) if name == "rows" else _listed(array)
     if result.error is not None:
         found["error"] = result.error
+    if result.note is not None:
+        found["note"] = result.note
     if result.num_prompt_tokens is not None:
         found["num_prompt_tokens"] = result.num_prompt_tokens
     return found

@@ -93,7 +93,9 @@ def results_of(params: "SamplingParams | None", num_prompt: int) -> NoResults:
     receipt = receipt_for(params, num_prompt)
     if params._capture_plan is None and receipt is None and hooks_key is None:
         return NO_RESULTS
-    return Results(collector_for(params), receipt, hooks_key)
+    steering = params._steering
+    changed = frozenset() if steering is None else steering.taps
+    return Results(collector_for(params, changed), receipt, hooks_key)
 
 
 def named(make: Callable[..., Any]) -> Callable[..., Any]:
