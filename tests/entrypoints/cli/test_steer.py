@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.v1.steering import _engine
-from vllm.entrypoints.cli.steer.main import SteerSubcommand, join_numbers
+from vllm.entrypoints.cli.engine_command import check_own_options, join_numbers
+from vllm.entrypoints.cli.steer.main import SteerSubcommand
 from vllm.entrypoints.cli.steer.options import (
     parse_hook,
     parse_layers,
@@ -40,6 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     """Run `vllm steer WORDS` in this process."""
     argv = ["vllm", "steer", *map(str, words)]
     monkeypatch.setattr(sys, "argv", argv)
+    check_own_options(argv)
     parser = FlexibleArgumentParser()
     subparsers = parser.add_subparsers(dest="subparser")
     SteerSubcommand().subparser_init(subparsers)

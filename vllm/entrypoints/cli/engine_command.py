@@ -1,14 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Subcommands that take the engine's options: of one action, or of several commands."""
+"""Subcommands that take the engine's options: of one action, or of several commands.
+
+The options of such a command are its own and those of an engine. Upstream's modules
+take several seconds to import, so its own are checked, and listed by `--help`, before
+that.
+"""
 
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from vllm.entrypoints.cli.types import CLISubcommand
-from vllm.entrypoints.serve.utils.api_utils import VLLM_SUBCMD_PARSER_EPILOG
+
+OWN_COMMANDS = ("capture", "check", "probe", "steer")
+"""Each is a package with a module `main`, in this folder."""
+EPILOG = """Options of the engine, such as --dtype, --max-model-len or
+--readout-modules: vllm {words} --help=all lists them, vllm {words} --help=NAME explains one."""
+
+
+def check_own_options(argv: list[str]) -> None:
+    """Exit early if the command line has `--help`, or an invalid option of ours.
+
+    Args:
+        argv: the command line; negative numbers are joined to their options.
+
+    """
+    if len(argv) < 2 or argv[1] not in OWN_COMMANDS:
+        return
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # They are about libraries.
+    argv[:] = join_numbers(argv)
+    elsewhere = ("--config", "--help=")
+    if any(word.startswith(elsewhere) for word in argv):
+        return
+    (command,) = importlib.import_module(f"{__package__}.{argv[1]}.main").cmd_init()
+    parser = argparse.ArgumentParser(prog="vllm", add_help=False)
+    command.subparser_init(parser.add_subparsers(), only_own=True)
+    parser.parse_known_args(argv[1:])
+
+
+def join_numbers(words: list[str]) -> list[str]:
+    """Join `--scales -0.5` to `--scales=-0.5`.
+
+    Upstream's parser would read `-0.5` as an option with a dotted name.
+    """
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] in ("--scale", "--scales") and word.startswith("-"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+class OptionHelp(argparse.HelpFormatter):
+    """Says of each option whether it is required, or what its default is."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        if action.required and action.option_strings:
+            return f"{text} (required)"
+        is_told = "default" in text.lower() or not action.option_strings
+        plain = isinstance(action.default, str | int | float) and action.default
+        if is_told or not plain or action.default == argparse.SUPPRESS:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+def _add_parser(
+    subparsers: Any, words: str, usage: str, summary: str, own: bool
+) -> Any:
+    """Add the parser of a command, such as `steer sweep`."""
+    options: dict[str, Any] = {"epilog": EPILOG.format(words=words)}
+    if own:
+        options |= {"formatter_class": OptionHelp, "allow_abbrev": False}
+    return subparsers.add_parser(
+        words.split()[-1],
+        help=summary,
+        description=summary,
+        usage=f"vllm {words} {usage}",
+        **options,
+    )
+
+
+def _add_options(parser: Any, module: str, only_own: bool) -> None:
+    """Add the options that a module declares, and those of an engine if it has one."""
+    declared = importlib.import_module(module)
+    declared.add_arguments(parser)
+    defaults = getattr(declared, "ENGINE_DEFAULTS", None)
+    if defaults is None:
+        parser.epilog = None
+    elif only_own:
+        parser.add_argument("--model", help="Name or folder of the model.")
+    else:
+        from vllm.engine.arg_utils import EngineArgs
+
+        EngineArgs.add_cli_args(parser)
+        parser.set_defaults(**defaults)
 
 
 class EngineCommand(CLISubcommand):
@@ -18,24 +109,16 @@ class EngineCommand(CLISubcommand):
     usage: ClassVar[str]
     """What follows `vllm` and the subcommand's name."""
     options_module: ClassVar[str]
-    """The module whose `add_arguments` declares the options."""
+    """The module whose `add_arguments` declares the options, and whose
+    `ENGINE_DEFAULTS` are defaults of those of an engine."""
 
-    def subparser_init(self, subparsers: Any) -> Any:
+    def subparser_init(self, subparsers: Any, only_own: bool = False) -> Any:
         """Add the parser, and its options if this is the command being run."""
-        parser = subparsers.add_parser(
-            self.name,
-            help=self.help,
-            description=self.help,
-            usage=f"vllm {self.name} {self.usage}",
-            epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=self.name),
-        )
+        parser = _add_parser(subparsers, self.name, self.usage, self.help, only_own)
         called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
         if called == self.name:
             # Adding the engine options is slow.
-            from vllm.utils.option_help import list_own_options
-
-            importlib.import_module(self.options_module).add_arguments(parser)
-            list_own_options(parser)
+            _add_options(parser, self.options_module, only_own)
         return parser
 
 
@@ -48,9 +131,9 @@ class CommandGroup(CLISubcommand):
     commands: ClassVar[Mapping[str, str]]
     """What each command does, by its name."""
     operands: ClassVar[Mapping[str, str]] = {}
-    """What stands before the options, by command."""
+    """What stands before the options, and which are required, by command."""
 
-    def subparser_init(self, subparsers: Any) -> Any:
+    def subparser_init(self, subparsers: Any, only_own: bool = False) -> Any:
         """Add the parser, and its commands if this is the subcommand being run."""
         parser = subparsers.add_parser(
             self.name,
@@ -67,20 +150,12 @@ class CommandGroup(CLISubcommand):
         called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
         for name, summary in self.commands.items() if called == self.name else ():
             words, module = f"{self.name} {name}", f"{self.package}.{name}"
-            command = commands.add_parser(
-                name,
-                help=summary,
-                description=summary,
-                usage=f"vllm {words} {self.operands.get(name, '')}[options]",
-                epilog=VLLM_SUBCMD_PARSER_EPILOG.format(subcmd=words),
-            )
+            usage = f"{self.operands.get(name, '')} [options]".strip()
+            command = _add_parser(commands, words, usage, summary, only_own)
             command.set_defaults(command_words=words, command_module=module)
             # Adding the engine options is slow, and only one command runs.
             if name in sys.argv:
-                from vllm.utils.option_help import list_own_options
-
-                importlib.import_module(module).add_arguments(command)
-                list_own_options(command)
+                _add_options(command, module, only_own)
         return parser
 
     @staticmethod

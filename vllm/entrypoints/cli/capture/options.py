@@ -22,6 +22,7 @@ from vllm.v1.residual.addresses import MLP_ADD, hook_name, parse_address
 from vllm.v1.residual.selectors import parse_positions
 from vllm.v1.residual.tap import HOOK_NAMES
 
+ENGINE_DEFAULTS = {"model": None}
 COMPRESSIONS = ("none", "zstd", "lz4")
 
 
@@ -47,10 +48,6 @@ def add_arguments(parser: Any) -> None:
     server.add_argument(
         "--concurrency", type=int, default=32, help="Number of concurrent requests."
     )
-    from vllm.engine.arg_utils import EngineArgs
-
-    EngineArgs.add_cli_args(parser)
-    parser.set_defaults(model=None)
 
 
 def _add_source(group: Any) -> None:

@@ -18,6 +18,7 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """By the engine's dtype, the largest allowed difference between a layer's rows and the
 library's in float32, relative to the norm of all its rows."""
 
+ENGINE_DEFAULTS = {"model": None}
 ENTERING, LEAVING = "pre_attn", "post_block"
 
 
@@ -59,10 +60,6 @@ def add_arguments(parser: Any) -> None:
         default=None,
         help="Largest allowed relative difference; the default depends on --dtype.",
     )
-    from vllm.engine.arg_utils import EngineArgs
-
-    EngineArgs.add_cli_args(parser)
-    parser.set_defaults(model=None)
 
 
 def run(args: argparse.Namespace) -> int:

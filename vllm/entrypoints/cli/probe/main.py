@@ -14,6 +14,7 @@ class ProbeSubcommand(CommandGroup):
     help = "Train probes for readouts."
     package = "vllm.entrypoints.cli.probe"
     commands: ClassVar = {"train": "Train a linear probe from labelled texts."}
+    operands: ClassVar = {"train": "--model M --data FILE --out FILE"}
 
 
 def cmd_init() -> list[CLISubcommand]:

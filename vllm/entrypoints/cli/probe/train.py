@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
-    add_engine_arguments,
+    ENGINE_DEFAULTS as ENGINE_DEFAULTS,
+)
+from vllm.entrypoints.cli.steer.options import (
     add_hook_argument,
     add_layers_argument,
     resolve_address,
@@ -45,7 +47,6 @@ def add_arguments(parser: Any) -> None:
         help="Share of held-out texts for the accuracy.",
     )
     parser.add_argument("--penalty", type=float, default=1.0, help="Of logistic.")
-    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,7 +6,9 @@ import shutil
 from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
-    add_engine_arguments,
+    ENGINE_DEFAULTS as ENGINE_DEFAULTS,
+)
+from vllm.entrypoints.cli.steer.options import (
     add_layers_argument,
     add_prompt_arguments,
     add_reading_arguments,
@@ -25,7 +27,6 @@ def add_arguments(parser: Any) -> None:
     add_layers_argument(parser)
     add_prompt_arguments(parser)
     add_reading_arguments(parser)
-    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.steer.options import (
-    add_engine_arguments,
+    ENGINE_DEFAULTS as ENGINE_DEFAULTS,
+)
+from vllm.entrypoints.cli.steer.options import (
     add_layers_argument,
     add_reading_arguments,
     parse_scales,
@@ -72,7 +74,6 @@ def add_arguments(parser: Any) -> None:
         "--concept", help="The concept that the vectors represent, in words."
     )
     add_reading_arguments(parser)
-    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

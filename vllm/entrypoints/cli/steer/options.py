@@ -15,12 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.steering.spec.files import Reading
 
 
-def add_engine_arguments(parser: Any) -> None:
-    """Add the options of an engine, which by default runs eagerly for a quick start."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    EngineArgs.add_cli_args(parser)
-    parser.set_defaults(model=None, enforce_eager=True, max_steering_configs=16)
+ENGINE_DEFAULTS = {"model": None, "enforce_eager": True, "max_steering_configs": 16}
+"""Of the engine's options; it runs eagerly for a quick start."""
 
 
 def start_engine(args: argparse.Namespace, **fields: Any) -> "LLM":

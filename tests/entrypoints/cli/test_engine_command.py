@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our commands list and check their own options before heavy modules are loaded."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm.entrypoints.cli.engine_command import check_own_options
+
+CAPTURE = ["capture", "in.jsonl", "--model", "m", "--out", "out"]
+PROBE = ["probe", "train", "--model", "m", "--data", "a", "--out", "b"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str, status: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["vllm", *words])
+        with pytest.raises(SystemExit) as ended:
+            check_own_options(sys.argv)
+    assert ended.value.code == status
+    return "".join(capsys.readouterr())
+
+
+def test_help_has_the_commands_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answer(capsys, "probe", "train", "--help", status=0)
+    assert "(required)" in text and "--model" in text and "--help=all" in text
+    assert "--tensor-parallel-size" not in text
+    assert "--shard-size" in answer(capsys, "capture", "-h", status=0)
+    assert "Try layers" in answer(capsys, "steer", "--help", status=0)
+    assert "--help=all" not in answer(capsys, "steer", "show", "--help", status=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*CAPTURE, "--limit", "few"], "argument --limit: invalid int value"),
+        ([*CAPTURE, "--shard-size", "2 apples"], "is not a size"),
+        ([*CAPTURE, "--dtype", "float32", "--layers", "4-2"], "descending range"),
+        (PROBE[:-2], "required: --out"),
+        ([*PROBE, "--hook", "residual"], "is not a hook point"),
+        (["steer", "extrac"], "invalid choice"),
+        (["steer"], "required: COMMAND"),
+    ],
+)
+def test_a_wrong_option_ends_the_command(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert said in answer(capsys, *words, status=2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([], ["serve", "--help"], CAPTURE, PROBE, ["capture", "--help=all"]),
+        [*CAPTURE, "--dtype", "float32", "--max_tokens", "4", "--enforce-eager"],
+        ["capture", "--config", "all.yaml", "--limit", "few"],
+    ],
+)
+def test_the_rest_is_left_to_upstreams_parser(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    argv = ["vllm", *words]
+    monkeypatch.setattr(sys, "argv", argv)
+    check_own_options(argv)
+    assert argv == ["vllm", *words]
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, vllm.entrypoints.cli.main as command\n"
+        "sys.argv = ['vllm', 'probe', 'train', '--data', 'x']\n"
+        "try: command.main()\n"
+        "except SystemExit as ended: assert ended.code == 2\n"
+        "heavy = {'transformers', 'vllm.config', 'vllm.engine.arg_utils'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
