@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from vllm.steering import labelled
+from vllm.steering.labelled import Labelled
 from vllm.steering.probes import (
     TrainedProbe,
     auroc,
     best_of,
-    held_out,
-    read_labelled,
+    firing_rates,
     train,
 )
-from vllm.v1.readouts.errors import ReadoutValidationError
-from vllm.v1.steering.errors import SteeringValidationError
 
 WIDTH = 12
-CHAT = {"role": "user", "content": "a"}
+
+
+def held_out(labels: Any, share: float, seed: int) -> Any:
+    return labelled.held_out(Labelled([], labels, None), share, seed)
 
 
 def texts(count: int = 200, gap: float = 3.0) -> tuple[Any, Any]:
@@ -61,60 +61,19 @@ def test_the_area_counts_ties_half() -> None:
     assert auroc(np.zeros(4), labels) == 0.5
 
 
-def test_each_class_is_held_out_alike() -> None:
-    labels = np.array([True] * 40 + [False] * 8)
-    test = held_out(labels, 0.25, 1)
-    assert (test[labels].sum(), test[~labels].sum()) == (10, 2)
-    assert (held_out(labels, 0.25, 1) == test).all()
-
-
-def test_the_best_place_is_that_of_the_largest_area() -> None:
+def test_the_best_place_is_that_of_the_largest_area_then_margin() -> None:
     zero = np.zeros(1)
     probes = {
-        (0, "post_block"): TrainedProbe(zero, 0.0, 0.9, 0.8),  # type: ignore[arg-type]
-        (1, "post_block"): TrainedProbe(zero, 0.0, 0.7, 0.9),  # type: ignore[arg-type]
-        (2, "post_block"): TrainedProbe(zero, 0.0, 0.7, 0.9),  # type: ignore[arg-type]
+        (layer, "post_block"): TrainedProbe(zero, 0.0, accuracy, area)  # type: ignore[arg-type]
+        for layer, accuracy, area in ((0, 0.9, 0.8), (1, 0.7, 0.9), (2, 0.7, 0.9))
     }
-    assert best_of(probes) == (1, "post_block")
+    rates = dict.fromkeys(probes, (0.7, 0.6))
+    assert best_of(probes, rates) == (1, "post_block")
+    assert best_of(probes, rates | {(2, "post_block"): (0.7, 0.0)})[0] == 2
 
 
-def write(path: Path, entries: list[Any]) -> Path:
-    path.write_text("\n".join(json.dumps(entry) for entry in entries))
-    return path
-
-
-def test_labelled_texts_and_pairs_are_read(tmp_path: Path) -> None:
-    pairs = [{"positive": f"p{i}", "negative": f"n{i}"} for i in range(4)]
-    found, labels = read_labelled(write(tmp_path / "pairs.jsonl", pairs))
-    assert found[:2] == ["p0", "n0"]
-    assert labels.tolist() == [True, False] * 4
-    lines = [{"text": str(i), "label": i % 2} for i in range(8)]
-    found, labels = read_labelled(write(tmp_path / "lines.jsonl", lines))
-    assert labels.tolist() == [False, True] * 4
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        [],
-        [5],
-        [[1]],
-        [{"text": "a", "label": 2}],
-        [{"text": "a"}],
-        [{"text": "a", "label": 1}] * 9,
-        [{"text": 5, "label": n % 2} for n in range(8)],
-        [{"text": "", "label": n % 2} for n in range(8)],
-        [{"text": ["a", [CHAT]][n % 2], "label": n % 2} for n in range(8)],
-    ],
-)
-def test_bad_data_is_refused(tmp_path: Path, entries: list[Any]) -> None:
-    with pytest.raises((ReadoutValidationError, SteeringValidationError)):
-        read_labelled(write(tmp_path / "data.jsonl", entries))
-
-
-def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    for said in ("cannot be read", "not JSON Lines"):
-        with pytest.raises(SteeringValidationError, match=said):
-            read_labelled(file)
-        file.write_text('{"text":')
+def test_rates_are_over_tokens_by_class() -> None:
+    values = [np.array([1.0, -1.0]), np.array([-1.0]), np.array([2.0, 2.0, -2.0, 0.0])]
+    labels = np.array([True, False, True])
+    assert firing_rates(values, labels) == (3 / 6, 0.0)
+    assert firing_rates(values, labels, threshold=1.5) == (2 / 6, 0.0)

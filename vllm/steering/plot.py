@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots a sweep."""
+"""Plots a sweep, and probes by layer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
+    from vllm.steering.probes import TrainedProbe
     from vllm.steering.sweep import Cell
 
 
@@ -51,6 +53,34 @@ def draw_sweep(path: Path, cells: Sequence["Cell"]) -> None:
     for axis, value in zip(axes[0], values, strict=True):
         _draw(axis, cells, value)
     axes[0][0].legend(title="layer", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def draw_probes(
+    path: Path,
+    probes: "Mapping[Tap, TrainedProbe]",
+    rates: Mapping[Tap, tuple[float, float]],
+) -> None:
+    """Plot accuracy and firing rates on held-out texts by layer, to `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # needs no display
+    from matplotlib import pyplot
+
+    layers = [layer for layer, _ in probes]
+    figure, axis = pyplot.subplots(figsize=(6, 3.6))
+    lines = {
+        "accuracy on texts": [probe.accuracy for probe in probes.values()],
+        "tokens of positive texts that fire": [rates[tap][0] for tap in probes],
+        "tokens of negative texts that fire": [rates[tap][1] for tap in probes],
+    }
+    for label, shares in lines.items():
+        axis.plot(layers, shares, marker="o", markersize=3, label=label)
+    axis.set(xlabel="layer", ylabel="share", ylim=(-0.02, 1.02))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

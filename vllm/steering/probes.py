@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains linear probes on the rows of labelled texts, with a held-out test set.
+"""Trains linear probes on the rows of labelled texts, with held-out texts.
 
 Two methods: logistic regression with an L2 penalty on standardised rows, whose weights
 are converted back to raw rows; and mass-mean probes, the difference of the class means
@@ -8,7 +8,6 @@ are converted back to raw rows; and mass-mean probes, the difference of the clas
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -16,25 +15,19 @@ import numpy.typing as npt
 import torch
 
 from vllm.steering.extract import ask
-from vllm.steering.pairs import (
-    SIDES,
-    Prompt,
-    check_one_kind,
-    entries_of,
-    prompt_of,
-    read_pairs,
-)
-from vllm.v1.readouts.errors import fail
+from vllm.steering.labelled import Labels
+from vllm.steering.pairs import Prompt
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 Rows: TypeAlias = npt.NDArray[np.float64]
-Labels: TypeAlias = npt.NDArray[np.bool_]
 Method: TypeAlias = Literal["logistic", "mass-mean"]
 
 _AT_A_TIME = 64
+MAX_READOUTS = 64
+"""Readouts of one request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,51 +40,6 @@ class TrainedProbe:
     """Fraction of held-out texts classified correctly by the sign of the value."""
     auroc: float
     """Probability that a held-out positive text scores above a negative one."""
-
-
-def read_labelled(path: str | Path) -> tuple[list[Prompt], Labels]:
-    """Read texts and labels from a JSON Lines file.
-
-    Each line is `{"text": ..., "label": true|false|1|0}` or a pair
-    `{"positive": ..., "negative": ...}`. A text may also be a list of chat messages.
-
-    Returns:
-        The texts, and their labels `[len(texts)]`.
-
-    Raises:
-        ReadoutValidationError: an entry is invalid, or a class has fewer than 4 texts.
-        SteeringValidationError: the file or a text is invalid.
-
-    """
-    texts: list[Prompt] = []
-    labels: list[bool] = []
-    entries = entries_of(path)
-    if isinstance(entries[0], dict) and set(entries[0]) == set(SIDES):
-        for pair in read_pairs(path):
-            texts += [pair.positive, pair.negative]
-            labels += [True, False]
-    else:
-        for number, entry in enumerate(entries, start=1):
-            is_entry = isinstance(entry, dict) and set(entry) == {"text", "label"}
-            if not is_entry or entry["label"] not in (0, 1):
-                raise fail(
-                    f"data: entry {number} of {str(path)!r} must be "
-                    '{"text": ..., "label": true or false} or a pair',
-                    "data",
-                    entry,
-                )
-            texts.append(prompt_of(entry["text"], path, number))
-            labels.append(bool(entry["label"]))
-        check_one_kind(texts, path)
-    found = np.array(labels, dtype=bool)
-    if min(found.sum(), (~found).sum()) < 4:
-        raise fail(
-            f"data: {str(path)!r} needs at least 4 texts of each class, so that some "
-            "can be held out",
-            "data",
-            str(path),
-        )
-    return texts, found
 
 
 def prompt_rows(
@@ -135,30 +83,6 @@ def prompt_rows(
             for tap, row in zip(result.taps, result["rows"]):
                 found.setdefault(tap, []).append(np.asarray(row, dtype=np.float64))
     return {tap: np.stack(rows) for tap, rows in found.items()}
-
-
-def held_out(labels: Labels, share: float, seed: int) -> Labels:
-    """Choose held-out texts at random, the same fraction of each class.
-
-    The two texts of a pair are chosen independently.
-
-    Args:
-        labels: `[texts]`.
-        share: fraction to hold out; at least one text per class is held out and at
-            least one is kept.
-        seed: random seed.
-
-    Returns:
-        `[texts]`, true for held-out texts.
-
-    """
-    draw = np.random.default_rng(seed)
-    chosen = np.zeros(len(labels), dtype=bool)
-    for label in (True, False):
-        own = draw.permutation(np.flatnonzero(labels == label))
-        count = min(max(round(share * len(own)), 1), len(own) - 1)
-        chosen[own[:count]] = True
-    return chosen
 
 
 def train(
@@ -222,8 +146,66 @@ def auroc(scores: Rows, labels: Labels) -> float:
     return float(wins.mean())
 
 
-def best_of(probes: Mapping[Tap, TrainedProbe]) -> Tap:
-    """The tap of the best probe by AUROC, then accuracy, then lowest layer."""
-    return max(
-        sorted(probes), key=lambda tap: (probes[tap].auroc, probes[tap].accuracy)
-    )
+def best_of(
+    probes: Mapping[Tap, TrainedProbe], rates: Mapping[Tap, tuple[float, float]]
+) -> Tap:
+    """The tap of the best probe by AUROC, then accuracy, then margin on tokens.
+
+    Args:
+        probes: by tap.
+        rates: the shares of tokens at which each fires, see `firing_rates`; their
+            difference is the margin.
+
+    """
+
+    def merit(tap: Tap) -> tuple[float, float, float]:
+        fired, falsely = rates[tap]
+        return probes[tap].auroc, probes[tap].accuracy, fired - falsely
+
+    return max(sorted(probes), key=merit)
+
+
+def token_values(
+    llm: "LLM", prompts: Sequence[Prompt], specs: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[Rows]]:
+    """The values of probes at every token of prompts.
+
+    Args:
+        llm: an engine with readouts enabled.
+        prompts: texts or chats.
+        specs: readouts of probes with one value, without positions, by name.
+
+    Returns:
+        By name and prompt `[tokens]` float64.
+
+    Raises:
+        RuntimeError: a readout failed.
+
+    """
+    from vllm import SamplingParams
+
+    values: dict[str, list[Rows]] = {name: [] for name in specs}
+    names = list(specs)
+    for first in range(0, len(names), MAX_READOUTS):
+        own = names[first : first + MAX_READOUTS]
+        readouts = {name: {**specs[name], "positions": "all_prompt"} for name in own}
+        params = SamplingParams(max_tokens=1, detokenize=False, readouts=readouts)
+        for start in range(0, len(prompts), _AT_A_TIME):
+            for output in ask(llm, prompts[start : start + _AT_A_TIME], params):
+                for name, result in output.readouts.items():
+                    if result.error is not None:
+                        raise RuntimeError(f"a prompt was not read: {result.error}")
+                    values[name].append(result["values"][:, 0].astype(np.float64))
+    return values
+
+
+def firing_rates(
+    values: Sequence[Rows], labels: Labels, threshold: float = 0.0
+) -> tuple[float, float]:
+    """Shares of the tokens of positive, and of negative, texts above a threshold."""
+    fires = [own > threshold for own in values]
+    sides = [
+        np.concatenate([own for own, label in zip(fires, labels) if label == side])
+        for side in (True, False)
+    ]
+    return float(sides[0].mean()), float(sides[1].mean())

@@ -4,7 +4,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.v1.steering import _engine
 from vllm.entrypoints.cli.engine_command import check_own_options, join_numbers
 from vllm.entrypoints.cli.steer.main import SteerSubcommand
 from vllm.entrypoints.cli.steer.options import (
@@ -46,31 +44,6 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     subparsers = parser.add_subparsers(dest="subparser")
     SteerSubcommand().subparser_init(subparsers)
     SteerSubcommand.cmd(parser.parse_args())
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[Any]:
-    engine = _engine.engine(
-        str(DEMO),
-        skip_tokenizer_init=False,
-        capture_consumers=[CONSUMER],
-        max_steering_configs=16,
-    )
-    yield engine
-    engine.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture
-def started(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The arguments of engines that commands start; all get the shared engine."""
-    seen: list[Any] = []
-
-    def start(engine_args: Any) -> Any:
-        seen.append(engine_args)
-        return llm
-
-    monkeypatch.setattr("vllm.LLM.from_engine_args", start)
-    return seen
 
 
 @pytest.fixture(scope="module")

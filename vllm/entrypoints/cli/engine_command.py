@@ -8,6 +8,8 @@ that.
 
 import argparse
 import importlib
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,8 +19,8 @@ from vllm.entrypoints.cli.types import CLISubcommand
 
 OWN_COMMANDS = ("capture", "check", "probe", "steer")
 """Each is a package with a module `main`, in this folder."""
-EPILOG = """Options of the engine, such as --dtype, --max-model-len or
---readout-modules: vllm {words} --help=all lists them, vllm {words} --help=NAME explains one."""
+EPILOG = """Options of the engine, such as --dtype or --readout-modules:
+vllm {words} --help=all lists them, vllm {words} --help=NAME explains one."""
 
 
 def check_own_options(argv: list[str]) -> None:
@@ -30,8 +32,7 @@ def check_own_options(argv: list[str]) -> None:
     """
     if len(argv) < 2 or argv[1] not in OWN_COMMANDS:
         return
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # They are about libraries.
+    _quieten()
     argv[:] = join_numbers(argv)
     elsewhere = ("--config", "--help=")
     if any(word.startswith(elsewhere) for word in argv):
@@ -40,6 +41,15 @@ def check_own_options(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="vllm", add_help=False)
     command.subparser_init(parser.add_subparsers(), only_own=True)
     parser.parse_known_args(argv[1:])
+
+
+def _quieten() -> None:
+    """Hide upstream's log and the warnings of libraries, unless they are asked for."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if os.environ.setdefault("PYTHONWARNINGS", "ignore") == "ignore":
+        warnings.simplefilter("ignore")
+    if os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR") == "ERROR":
+        logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def join_numbers(words: list[str]) -> list[str]:

@@ -11,10 +11,16 @@ class ProbeSubcommand(CommandGroup):
     """The `probe` subcommand for the vLLM CLI."""
 
     name = "probe"
-    help = "Train probes for readouts."
+    help = "Train and evaluate probes for readouts."
     package = "vllm.entrypoints.cli.probe"
-    commands: ClassVar = {"train": "Train a linear probe from labelled texts."}
-    operands: ClassVar = {"train": "--model M --data FILE --out FILE"}
+    commands: ClassVar = {
+        "train": "Train a linear probe from labelled texts.",
+        "eval": "Measure a probe on labelled texts.",
+    }
+    operands: ClassVar = {
+        "train": "--model M --data FILE --out FILE",
+        "eval": "FILE --model M --data FILE",
+    }
 
 
 def cmd_init() -> list[CLISubcommand]:

@@ -16,7 +16,7 @@ from vllm.entrypoints.cli.steer.options import (
     prompts_of,
     reading_of,
     sampling_of,
-    start_engine,
+    started_engine,
 )
 
 
@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> None:
 
     prompts = prompts_of(args)
     vectors = reworked(read_vectors(args.vectors, reading_of(args)), args.layers)
-    llm = start_engine(args, enable_steering=True)
-    check_fits(llm, vectors, args.vectors)
-    settings = unsteered_and(vectors, args.scales)
-    texts = generate(llm, prompts, settings, sampling_of(args))
+    with started_engine(args, enable_steering=True) as llm:
+        check_fits(llm, vectors, args.vectors)
+        settings = unsteered_and(vectors, args.scales)
+        texts = generate(llm, prompts, settings, sampling_of(args))
     titles = [setting.title for setting in settings]
     width = shutil.get_terminal_size((100, 24)).columns
     for number, prompt in enumerate(prompts):

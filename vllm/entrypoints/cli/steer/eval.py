@@ -14,7 +14,7 @@ from vllm.entrypoints.cli.steer.options import (
     add_reading_arguments,
     parse_scales,
     reading_of,
-    start_engine,
+    started_engine,
 )
 from vllm.v1.steering.errors import fail
 
@@ -94,13 +94,13 @@ def run(args: argparse.Namespace) -> None:
     vectors = vectors if args.layers is None else vectors.at(args.layers)
     if args.plot is not None:
         check_can_draw(args.plot)
-    llm = start_engine(
+    with started_engine(
         args, enable_steering=True, capture_consumers=[CONSUMER], max_logprobs=-1
-    )
-    check_fits(llm, vectors, args.vectors)
-    points = evaluate(
-        llm, vectors, pairs, harmless, args.doses, args.max_tokens, args.seed, judge
-    )
+    ) as llm:
+        check_fits(llm, vectors, args.vectors)
+        points = evaluate(
+            llm, vectors, pairs, harmless, args.doses, args.max_tokens, args.seed, judge
+        )
     found = verdicts(points, args.kl_limit)
     print(points_table(points))
     print()

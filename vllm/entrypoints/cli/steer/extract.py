@@ -12,7 +12,7 @@ from vllm.entrypoints.cli.steer.options import (
     add_hook_argument,
     add_layers_argument,
     resolve_address,
-    start_engine,
+    started_engine,
 )
 from vllm.v1.steering.errors import fail
 
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> None:
         )
     needs_mlp = args.hook.startswith("mlp")
     fields = {"mlp_hook_points": True} if needs_mlp else {}
-    llm = start_engine(args, capture_consumers=[CONSUMER], **fields)
-    found = extract(llm, pairs, args.hook, args.layers, args.method, args.position)
+    with started_engine(args, capture_consumers=[CONSUMER], **fields) as llm:
+        found = extract(llm, pairs, args.hook, args.layers, args.method, args.position)
     found.vectors.save(args.out)
     print(separation_table(found.directions))
     print(f"\nwritten: {args.out} ({found.vectors.provenance.origin})")

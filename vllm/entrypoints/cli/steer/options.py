@@ -3,6 +3,9 @@
 
 import argparse
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.residual.addresses import MLP_ADD, hook_name, parse_address
@@ -19,8 +22,9 @@ ENGINE_DEFAULTS = {"model": None, "enforce_eager": True, "max_steering_configs":
 """Of the engine's options; it runs eagerly for a quick start."""
 
 
-def start_engine(args: argparse.Namespace, **fields: Any) -> "LLM":
-    """Start the engine that the options describe; `fields` override arguments."""
+@contextmanager
+def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
+    """Run the engine that the options describe; `fields` override arguments."""
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
@@ -29,7 +33,14 @@ def start_engine(args: argparse.Namespace, **fields: Any) -> "LLM":
     engine_args = EngineArgs.from_cli_args(args)
     for name, value in fields.items():
         setattr(engine_args, name, value)
-    return LLM.from_engine_args(engine_args)
+    print(f"loading {args.model}", file=sys.stderr)
+    llm = LLM.from_engine_args(engine_args)
+    try:
+        yield llm
+    finally:
+        engine = llm.llm_engine
+        engine.residual.settle(engine.engine_core)
+        engine.engine_core.shutdown()
 
 
 def parse_hook(text: str) -> str:

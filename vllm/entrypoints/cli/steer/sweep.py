@@ -17,7 +17,7 @@ from vllm.entrypoints.cli.steer.options import (
     prompts_of,
     reading_of,
     sampling_of,
-    start_engine,
+    started_engine,
 )
 
 
@@ -61,10 +61,10 @@ def run(args: argparse.Namespace) -> None:
     vectors = vectors if args.layers is None else vectors.at(args.layers)
     if args.plot is not None:
         check_can_draw(args.plot)
-    llm = start_engine(args, enable_steering=True)
-    check_fits(llm, vectors, args.vectors)
-    sampling = sampling_of(args, n=args.samples)
-    cells = sweep(llm, vectors, prompts, args.scales, score, sampling)
+    with started_engine(args, enable_steering=True) as llm:
+        check_fits(llm, vectors, args.vectors)
+        sampling = sampling_of(args, n=args.samples)
+        cells = sweep(llm, vectors, prompts, args.scales, score, sampling)
     if score is not None:
         print(f"\nmean {args.score.rpartition(':')[2]}:")
         print(sweep_table(cells, "score"))

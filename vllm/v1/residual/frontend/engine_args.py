@@ -17,8 +17,40 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "capture_config", "readout_config", "steering_config"]
 
 
+INTERP_CONFIGS = 16
+"""Steering configurations at once, with `--interp`."""
+
+
+class Interp(argparse.Action):
+    """`--interp`: turns on what exploring a model needs; later options override it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """Set the options."""
+        consumers = list(namespace.capture_consumers or [])
+        if "inline" not in consumers:
+            namespace.capture_consumers = [*consumers, "inline"]
+        namespace.enable_readouts = namespace.enable_steering = True
+        if namespace.max_steering_configs == parser.get_default("max_steering_configs"):
+            namespace.max_steering_configs = INTERP_CONFIGS
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, in the order of the help text."""
+    parser.add_argument(
+        "--interp",
+        action=Interp,
+        nargs=0,
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+        help="To explore a model: --capture-consumers inline, --enable-readouts, "
+        f"--enable-steering and --max-steering-configs {INTERP_CONFIGS}.",
+    )
     add_capture_arguments(parser)
     add_readout_arguments(parser)
     steering.add_steering_arguments(parser)

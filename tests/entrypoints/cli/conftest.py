@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.v1.steering import _engine
+from vllm.steering.extract import CONSUMER
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo_model" / "weights"
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[Any]:
+    """The engine of the demo model that all commands share."""
+    engine = _engine.engine(
+        str(DEMO),
+        skip_tokenizer_init=False,
+        capture_consumers=[CONSUMER],
+        enable_readouts=True,
+        max_steering_configs=16,
+    )
+    yield engine
+    engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def started(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of engines that commands start; all get the shared engine."""
+    seen: list[Any] = []
+
+    def start(engine_args: Any) -> Any:
+        seen.append(engine_args)
+        for name, path in (engine_args.readout_modules or {}).items():
+            llm.register_readout_module(name, path, replace=True)
+        return llm
+
+    monkeypatch.setattr("vllm.LLM.from_engine_args", start)
+    monkeypatch.setattr(llm.llm_engine.engine_core, "shutdown", lambda: None)
+    return seen
