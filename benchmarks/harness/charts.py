@@ -215,6 +215,16 @@ def _readouts(report: Report) -> list[Panel]:
     ]
 
 
+def _ranks(report: Report) -> list[Panel]:
+    return [
+        Panel(
+            f"throughput of 32 requests over the first side's, {side}",
+            tuple(Row(name, (mark(found),)) for name, found in cases.items()),
+        )
+        for side, cases in report["cases"].items()
+    ]
+
+
 def _steered_prompts(report: Report) -> list[Panel]:
     rows = [
         Row(name, (mark(found),), goals.STEERED_PROMPTS)
@@ -363,6 +373,7 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "serving": ("Serving", _serving),
     "storage": ("Consumers that write files", _storage),
     "delivery": ("Rows to the caller, to files and over HTTP", _delivery),
+    "ranks": ("Tokens generated over several GPUs", _ranks),
     "readouts": ("Readouts of an engine", _readouts),
     "steered_prompts": (
         "Prompts of 4,096 tokens with an operation at every layer",

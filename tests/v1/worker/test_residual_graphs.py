@@ -274,16 +274,22 @@ def test_steps_that_ranks_must_pad_alike_are_padded_no_further(
 
 
 @pytest.mark.parametrize(
-    ("requests", "ranks", "expected"),
-    [(32, 1, [0, 1, 2, 3]), (24, 1, [0, 3]), (24, 2, [0, 1, 2, 3])],
+    ("requests", "several", "expected"),
+    [
+        (32, {}, [0, 1, 2, 3]),
+        (24, {}, [0, 3]),
+        (24, {"ranks": 2}, [0, 3]),
+        (24, {"stages": 2}, [0, 3]),
+        (24, {"engines": 2}, [0, 1, 2, 3]),
+    ],
 )
 def test_what_can_be_recorded_later_is_recorded_for_usual_sizes(
-    requests: int, ranks: int, expected: list[int]
+    requests: int, several: dict[str, int], expected: list[int]
 ) -> None:
     families()
     # Three tokens per request, as with two drafts.
     step = BatchExecutionDescriptor(CUDAGraphMode.FULL, 3 * requests, requests, 3)
-    made = with_families({CUDAGraphMode.FULL: [step]}, config(ranks))
+    made = with_families({CUDAGraphMode.FULL: [step]}, config(**several))
     assert [one.tapped for one in made[CUDAGraphMode.FULL]] == expected
 
 

@@ -243,8 +243,8 @@ class GraphRecorder:
         if self._context is None:
             self._context = GraphCaptureContext(torch.cuda.Stream(manager.device))
         before = Launch.taps
-        # Upstream's `graph_capture` does this for all groups of ranks and creates a new
-        # stream each time; here this process is the only rank.
+        # Upstream's `graph_capture` creates a new stream each time, and prepares groups
+        # of other pipeline stages, with which no graph communicates.
         recording = get_tp_group().graph_capture(self._context)
         try:
             with torch.inference_mode(), recording:
@@ -271,14 +271,13 @@ class GraphRecorder:
 def can_record(vllm_config: "VllmConfig") -> bool:
     """Whether graphs can be recorded between two steps.
 
-    Only by the V2 runner. Only if a single process runs the model, because recording
-    with several ranks while serving is untested. Not with LoRA adapters, because
-    recording would overwrite their state of the current step.
+    Only by the V2 runner. Ranks that compute a layer together record at the same step,
+    because all of them decide from the scheduler's output. Engines that run in data
+    parallel do not, though layers of experts may join them. Not with LoRA adapters,
+    because recording would overwrite their state of the current step.
     """
-    parallel = vllm_config.parallel_config
     return (
         vllm_config.use_v2_model_runner
-        and parallel.world_size == 1
-        and parallel.data_parallel_size == 1
+        and vllm_config.parallel_config.data_parallel_size == 1
         and vllm_config.lora_config is None
     )

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: what interventions, rows and readouts cost over several GPUs, per token.
+
+    python benchmarks/ranks.py --sides upstream=PATH fork=PATH [other=PATH ...] \
+        [--tensor-parallel 2] [--pipeline-parallel 1] [--cases layers lens] \
+        [--rounds 3] [--out ranks.json]
+
+Each side is an engine over the same GPUs, in a process with PYTHONPATH set to a folder
+(or several, separated by colons) that has its `vllm`. The first is the baseline: it
+computes the plain batch, also if it is upstream. All take turns with a batch of 32
+requests whose prompts have 256 tokens. What is compared is the median time between the
+outputs of two steps, as the caller sees it, over steps that only generate. A figure is
+the ratio to the mean of the baseline's turns directly before and after it; the first
+round warms up and is not counted. Rows are returned to the caller. Weights are random.
+`--device cpu --model tiny --eager` runs without a GPU.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # At the end, as the checkout has a folder `vllm` too.
+
+from benchmarks.harness import reports  # noqa: E402
+from benchmarks.harness.child import (  # noqa: E402
+    ENVIRONMENT,
+    Child,
+    answers,
+    requests,
+)
+from benchmarks.harness.llamas import MODELS, describe, model_folder  # noqa: E402
+
+WORK = ROOT / "build" / "benchmarks" / "ranks"
+REQUESTS, PROMPT = 32, 256
+TOKENS = 320
+"""Tokens that each request generates."""
+AT_START, AT_END = 24, 8
+"""Steps of a batch that are not timed: those with prompts and with ends."""
+VECTORS = 16
+"""Distinct configurations of vectors in a batch."""
+
+Fields = dict[str, Any]
+"""Fields of a request's `SamplingParams`."""
+
+
+def fields_by_case(model: str) -> dict[str, Callable[[int], Fields]]:
+    """By case: the fields of the batch's request of each number."""
+    import numpy as np
+
+    layers, width = MODELS[model]["num_hidden_layers"], MODELS[model]["hidden_size"]
+    draw = np.random.default_rng(0)
+    vectors = draw.standard_normal((VECTORS, width)).astype(np.float32) / 64
+    middle = layers * 3 // 8
+
+    def rows(chosen: Any) -> Fields:
+        spec = {"hooks": {"post_block": chosen}, "positions": "all_generated"}
+        return {"capture": {"inline": spec}}
+
+    def steers(number: int, chosen: range, **entry: Any) -> Fields:
+        vector = vectors[number % VECTORS].tolist()
+        at = {str(layer): {"vector": vector, **entry} for layer in chosen}
+        return {"steering_vectors": {"post_block": at}}
+
+    def lens() -> Fields:
+        return {"readouts": {"lens": {"kind": "lens", "layers": "all", "top_k": 5}}}
+
+    every, one = range(layers), range(middle, middle + 1)
+    removal = {"op": "project_out"}
+    return {
+        "plain": lambda number: {},
+        "one layer captured": lambda number: rows([middle]),
+        "all layers captured": lambda number: rows("all"),
+        f"{VECTORS} vectors, all layers": lambda number: steers(number, every),
+        "project out, all layers": lambda number: steers(0, every, **removal),
+        "project out, one layer, 1 of 32": lambda number: (
+            {} if number else steers(0, one, **removal)
+        ),
+        "lens, all layers, 1 of 32": lambda number: {} if number else lens(),
+        "lens, all layers, 8 of 32": lambda number: lens() if number < 8 else {},
+        "all of it": lambda number: {
+            **steers(number, every, **(removal if number % 2 else {})),
+            **(lens() if number < 8 else {}),
+            **rows("all"),
+        },
+    }
+
+
+class Engine:
+    """An offline engine, in the child process."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Start it; the fork has all features."""
+        import importlib.util
+
+        from vllm import LLM
+
+        self.is_fork = importlib.util.find_spec("vllm.v1.capture") is not None
+        chosen: dict[str, Any] = {}
+        if settings["device"] == "cuda":
+            # Sides start concurrently, so free memory cannot be measured.
+            chosen["kv_cache_memory_bytes"] = int(settings["kv_gib"] * (1 << 30))
+            chosen["gpu_memory_utilization"] = 0.3
+        if self.is_fork:
+            chosen |= {
+                "capture_consumers": ["inline"],
+                "enable_readouts": True,
+                "enable_steering": True,
+                "max_steering_configs": VECTORS,
+            }
+            if settings["device"] == "cuda":
+                chosen["capture_staging_bytes"] = 2 << 30
+        self._llm = LLM(
+            model=model_folder(settings["model"]),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            tensor_parallel_size=settings["tensor_parallel"],
+            pipeline_parallel_size=settings["pipeline_parallel"],
+            enforce_eager=settings["eager"],
+            max_model_len=1024,
+            max_num_seqs=REQUESTS,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            seed=0,
+            **chosen,
+        )
+        self._cases = fields_by_case(settings["model"])
+
+    def seconds(self, case: str) -> float:
+        """The median time between the outputs of steps that only generate."""
+        from vllm import SamplingParams
+
+        prompts: Any = [
+            {"prompt_token_ids": [(7 * i + 13 * j) % 31000 + 8 for j in range(PROMPT)]}
+            for i in range(REQUESTS)
+        ]
+        common = {"max_tokens": TOKENS, "temperature": 0.0, "detokenize": False}
+        params = [
+            SamplingParams(**common, ignore_eos=True, **self._cases[case](number))
+            for number in range(REQUESTS)
+        ]
+        engine = self._llm.llm_engine
+        step, times = engine.step, []
+
+        def timed() -> Any:
+            outputs = step()
+            times.append(time.perf_counter())
+            return outputs
+
+        engine.step = timed
+        try:
+            self._check(case, self._llm.generate(prompts, params, use_tqdm=False))
+        finally:
+            del engine.step  # Its class has the method.
+        own = times[AT_START:-AT_END]
+        return statistics.median(after - before for before, after in pairwise(own))
+
+    def _check(self, case: str, outputs: list[Any]) -> None:
+        """Nothing may be missing, or less work is timed."""
+        captures = "captured" in case or case == "all of it"
+        for output in outputs if captures else ():
+            if output.capture_results["inline"].status != "ok":
+                raise RuntimeError(str(output.capture_results["inline"]))
+
+
+class Side(Child):
+    """The parent's side of an engine."""
+
+    def __init__(self, name: str, path: str, settings: Mapping[str, Any]) -> None:
+        """Start it with this PYTHONPATH; `answer` waits for it."""
+        environment = {**os.environ, **ENVIRONMENT}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if path:
+            environment["PYTHONPATH"] = path
+        command = [sys.executable, __file__, "--child", json.dumps(settings)]
+        self.name = name
+        super().__init__(command, WORK / f"{name}.log", environment)
+
+    def seconds(self, case: str) -> float:
+        """Seconds for a token of each request.
+
+        Raises:
+            RuntimeError: the case failed.
+
+        """
+        found = self.ask(case)
+        if isinstance(found, dict):
+            raise RuntimeError(f"{self.name}, {case}: {found['error']}")
+        return float(found)
+
+
+def child(settings: dict[str, Any]) -> None:
+    """Serve the parent's requests: names of cases."""
+    answer = answers()
+    engine = Engine(settings)
+    answer({"is_fork": engine.is_fork})
+    for case in requests():
+        try:
+            answer(engine.seconds(case))
+        except Exception as error:  # A failed case must not end the others.
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def measure(base: Side, sides: list[Side], cases: list[str], report: Fields) -> None:
+    """One round: every case of every side, between two turns of the baseline."""
+    before = base.seconds("plain")
+    for case in cases:
+        for side in sides:
+            try:
+                own = side.seconds(case)
+            except RuntimeError as error:
+                report["errors"][f"{side.name}: {case}"] = str(error)
+                print(f"  {error}", flush=True)
+                continue
+            after = base.seconds("plain")
+            plain, before = (before + after) / 2, after
+            report["samples"].setdefault(side.name, {}).setdefault(case, []).append(
+                plain / own
+            )
+            report["plain_ms"].append(1e3 * plain)
+            ratio = f"{plain / own:.4f} (of {1e3 * plain:.3f} ms)"
+            print(f"  {side.name:10} {case:32} {ratio}", flush=True)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Start all sides and measure round by round."""
+    begin, load = time.perf_counter(), os.getloadavg()
+    wanted = options.cases or [""]
+    cases = [
+        case
+        for case in fields_by_case(options.model)
+        if case == "plain" or any(text in case for text in wanted)
+    ]
+    report: Fields = {
+        "kind": "ranks",
+        **reports.begun(),
+        "gpu": reports.ask_gpu("name"),
+        "model": describe(options.model),
+        "tensor_parallel": options.tensor_parallel,
+        "pipeline_parallel": options.pipeline_parallel,
+        "samples": {},
+        "plain_ms": [],
+        "errors": {},
+    }
+    names = "model", "device", "eager", "kv_gib", "tensor_parallel", "pipeline_parallel"
+    settings = {name: getattr(options, name) for name in names}
+    with ExitStack() as running:
+        base, *sides = [
+            running.enter_context(Side(*text.split("=", 1), settings))
+            for text in options.sides
+        ]
+        for side in (base, *sides):
+            side.answer()
+        print(f"started after {time.perf_counter() - begin:.0f} s", flush=True)
+        for number in range(options.rounds + 1):
+            if number > 1 and time.perf_counter() - begin > options.seconds:
+                break
+            print(f"round {number}" if number else "warm-up", flush=True)
+            measure(base, sides, cases, report)
+            if number == 0:
+                report["samples"].clear()
+            report["rounds"] = number
+            reports.save(report, options.out)
+    report["machine"] = reports.machine(load)
+    report["cases"] = {
+        name: {case: reports.summary(ratios) for case, ratios in of_side.items()}
+        for name, of_side in report["samples"].items()
+    }
+    for name, of_side in report["cases"].items():
+        for case, found in of_side.items():
+            print(f"{name:10} {case:32} {found['median']:.4f} {found['interval']}")
+    reports.write(report, options.out)
+
+
+def main() -> None:
+    """Measure, print, and write JSON and plot."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--sides", nargs="+", default=["first=", "second="], help="NAME=PYTHONPATH"
+    )
+    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--tensor-parallel", type=int, default=2)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--cases", nargs="+", help="only those whose names hold these")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--seconds", type=float, default=360, help="no round begins after these"
+    )
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="of each rank")
+    parser.add_argument("--out", type=Path, default=WORK / "ranks.json")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        child(json.loads(options.child))
+        return
+    run(options)
+
+
+if __name__ == "__main__":
+    main()
