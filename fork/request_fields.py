@@ -61,6 +61,14 @@ steering: list[dict[str, Any]] | None = Field(
     default=None,
     description="Gates at generated tokens: objects with when, scope and apply.",
 )
+patch: list[dict[str, Any]] | None = Field(
+    default=None,
+    description="Rows that are replaced by those of a kept run, one for each object.",
+)
+patch_vectors: dict[str, Any] | None = Field(
+    default=None,
+    description="Packed rows that the objects of patch name by their index.",
+)
 steering_receipt: bool = Field(
     default=False,
     strict=True,
@@ -117,6 +125,8 @@ PARAMETERS = (
     "prefill_steering_clamps: dict[str, Any] | None = None",
     "decode_steering_clamps: dict[str, Any] | None = None",
     "steering: list[dict[str, Any]] | None = None",
+    "patch: list[dict[str, Any]] | None = None",
+    "patch_vectors: dict[str, Any] | None = None",
     "conversation_id: str | None = None",
     "steering_receipt: bool = False",
 )

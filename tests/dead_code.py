@@ -28,7 +28,9 @@ IGNORED_NAMES = [
     "new_message",  # called by upstream's encoder
     "split_*",  # the weave writes calls of it
     "HostMemory",  # named by an entry point
-    "to_numpy",  # for users
+    "to_numpy",  # for users, as the next two
+    "to_pandas",
+    "heatmap",
     "ServedModel",  # for other libraries; also the following three
     "boot",
     "run_with_cache",

@@ -25,7 +25,7 @@ STAGES = {
     "vllm.model_executor": 0,
 }
 """Stages by a package's name or a part of it; the first match counts."""
-TOOLS = ("vllm.entrypoints", "vllm.capture_dataset")
+TOOLS = ("vllm.entrypoints", "vllm.capture_dataset", "vllm.patching")
 SHARED = ("vllm.v1.residual", "vllm.model_executor", "vllm.utils")
 FEATURES = ("vllm.v1.capture", "vllm.v1.steering", "vllm.v1.readouts", "vllm.v1.hooks")
 ENGINE = (*SHARED, *FEATURES, "vllm.config")
@@ -47,11 +47,13 @@ MAP: dict[str, tuple[str, ...]] = {
     # Tools and adapters around an engine, which imports none of them.
     "vllm.steering": ENGINE,
     "vllm.capture_dataset": ENGINE,
+    "vllm.patching": (*ENGINE, "clearbox_client"),
     "vllm.interop": (*ENGINE, "vllm.steering", "clearbox_client"),
     "vllm.entrypoints": (
         *ENGINE,
         "vllm.steering",
         "vllm.capture_dataset",
+        "vllm.patching",
         "vllm.interop",
     ),
     "clearbox_client": (),

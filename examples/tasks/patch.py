@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patching: insert one prompt's row into another; which layers carry the fact?"""
+"""Patching: where does the model keep "France", and when does it move on?"""
 
 from real import model
 
-from vllm import SamplingParams
+from vllm.patching import patch_sweep
 
-SPEC = {"inline": {"hooks": {"post_block": "all"}, "positions": [3]}}  # " Japan"
+CLEAN, CORRUPT = "The capital of France is", "The capital of Japan is"
 
 
 def main(llm):
-    params = SamplingParams(max_tokens=1, capture=SPEC)
-    (output,) = llm.generate("The capital of Japan is", params, use_tqdm=False)
-    rows = output.capture_results["inline"].payload
-    for layer in (0, 6, 12, 18, 24):
-        row = rows[layer, "post_block"][0]
-        patch = {"vector": row, "op": "replace", "positions": [3]}
-        params = SamplingParams(max_tokens=1, temperature=0)
-        params.prefill_steering_vectors = {"post_block": {layer: patch}}
-        (output,) = llm.generate("The capital of France is", params, use_tqdm=False)
-        print(layer, output.outputs[0].text)
+    result = patch_sweep(
+        llm, CLEAN, CORRUPT, answer=" Paris", foil=" Tokyo", metric="recovered"
+    )
+    print(f"{'layer':6}" + "".join(f"{token:>9}" for token in result.tokens))
+    for layer, row in zip(result.layers, result.values["post_block"], strict=True):
+        if layer % 4 == 1:
+            print(f"{layer:<6}" + "".join(f"{value:>9.2f}" for value in row))
+    print(f"noise floor {result.noise_floor:.0e}")
 
 
 if __name__ == "__main__":

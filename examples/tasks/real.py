@@ -36,7 +36,7 @@ He was ashamed and gloomy.""".splitlines()
 
 
 def model(**options: Any) -> LLM:
-    """SmolLM2 in an engine that captures, reads out and steers."""
+    """SmolLM2 in an engine that captures, reads out, steers and patches."""
     print("starting the engine, up to half a minute", file=sys.stderr)
     return LLM(
         str(checkpoint()),
@@ -45,6 +45,6 @@ def model(**options: Any) -> LLM:
         max_model_len=512,
         capture_consumers=["inline"],
         enable_readouts=True,
-        enable_steering=True,
+        enable_patching=True,
         **options,
     )

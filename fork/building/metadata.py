@@ -22,6 +22,8 @@ ENTRY_POINTS = {
         "inline": "vllm.v1.capture.consumers.inline:InlineConsumer",
         "logging": "vllm.v1.capture.consumers.logging:LoggingConsumer",
         "memory": "vllm.v1.capture.consumers.memory:MemoryConsumer",
+        "patch_source": "vllm.v1.capture.consumers.memory.patch_source:"
+        "PatchSourceConsumer",
         "vllm_lens": "vllm.interop.vllm_lens.consumer:LensConsumer",
     },
     "vllm.steering_forms": {

@@ -57,6 +57,17 @@ def test_the_consumer_guide(run_script: Run, tmp_path: Path) -> None:
     assert "{'0': " in printed and "'5': " in printed
 
 
+def test_the_guide_to_patching(run_script: Run) -> None:
+    first, second = blocks(ROOT / "docs" / "steering" / "patching.md", "python")
+    check = """
+assert trace.clean == zeros.clean and trace.corrupt != trace.clean
+assert "</table>" in result._repr_html_() and not trace.skipped
+"""
+    second = "\n".join("    " + line for line in (second + check).splitlines())
+    printed = run_script(f"{first}\n{second}")
+    assert "(6, 3)" in printed
+
+
 def test_the_steering_guides(run_script: Run) -> None:
     request, client, everything = blocks(
         ROOT / "docs" / "steering" / "index.md", "python"

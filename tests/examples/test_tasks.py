@@ -80,6 +80,9 @@ def test_ablation_takes_the_mood_out(run: Any) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_patching_moves_the_fact_until_it_has_moved_on(run: Any) -> None:
-    words = [line.split()[1] for line in run("patch")]
-    assert words[0] == "Tokyo" and words[-1] == "Paris"
+def test_patching_finds_the_fact_until_it_has_moved_on(run: Any) -> None:
+    _, *rows, _ = run("patch")
+    shares = {int(row.split()[0]): [float(x) for x in row.split()[1:]] for row in rows}
+    assert shares[1][3] > 0.9 > 0.1 > abs(shares[1][4])
+    assert shares[29][4] > 0.9 > 0.1 > abs(shares[29][3])
+    assert sum(row in DOCS for row in rows) >= 6, "the page shows another model"

@@ -3,6 +3,7 @@
 
 import asyncio
 import base64
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 
 from tests.v1.steering._ranks import Client, Core, control
 from tests.v1.steering.frontend.test_admission import admission, admit
+from tests.v1.steering.spec import test_sources
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.interop.reference_fork import named as gate_vectors
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.steering.errors import SteeringValidationError, UnknownModuleError
+from vllm.v1.steering.frontend.admission import request_fields
 from vllm.v1.steering.plan import SteeringTiers
 
 PROBE, STEER = np.array([1.0, 0, 0, 0]), np.array([0.0, 1.0, 2.0, -1.0])
@@ -189,3 +193,99 @@ def test_requests_over_http_carry_gates() -> None:
     for request in (completion, chat):
         params = request.to_sampling_params(4, {})
         assert (params.steering, params.conversation_id) == ([gate()], "a")
+
+
+def patch(**keys: Any) -> dict[str, Any]:
+    place = {"layer": 1, "hook": "post_attn", "dest_position": 2}
+    return {key: one for key, one in {**place, **keys}.items() if one is not None}
+
+
+INLINE = {"patch_vectors": packed([STEER, PROBE], layer=0)["post_attn"]}
+del INLINE["patch_vectors"]["layer_indices"]
+
+
+@pytest.mark.parametrize(
+    ("source", "row"),
+    [
+        ({"source_run": "clean", "source_position": 4}, test_sources.ROWS[3].tolist()),
+        ({"source_module": "zeros"}, [0.0] * 4),
+        ({"source_module": "tone"}, test_sources.ONE),
+        ({"source_inline": 1}, PROBE.tolist()),
+    ],
+)
+def test_a_patch_replaces_a_row(source: Any, row: list[float]) -> None:
+    made = test_sources.admission()
+    fields = INLINE if "source_inline" in source else {}
+    tiers = admit(made, patch=[patch(**source)], **fields)
+    (one,) = tiers.base.operations
+    assert (one.op, one.tap, one.positions) == ("replace", (1, "post_attn"), ((2, 3),))
+    assert one.vector.tolist() == row
+    own = {"op": "replace", "positions": [2], "vector": row}
+    same = admit(made, steering_vectors={"post_attn": {1: own}})
+    assert same.digest == tiers.digest
+
+
+def test_patches_have_weights_and_stand_beside_vectors() -> None:
+    both = [
+        patch(source_module="zeros", alpha=0.25, mask={"indices": [0]}),
+        patch(source_inline=0, dest_position=3, mask={"inline": 1}, hook="pre_attn"),
+    ]
+    entry = {"pre_attn": {0: STEER}}
+    tiers = admit(
+        test_sources.admission(), patch=both, steering_vectors=entry, **INLINE
+    )
+    assert tiers.base is not None and (0, "pre_attn") in tiers.base.unpack()
+    by_tap = {one.tap: one for one in tiers.base.operations}
+    assert by_tap[1, "post_attn"].details.alpha == 0.25
+    mask = by_tap[1, "pre_attn"].details.array("mask")
+    assert mask is not None and mask.tolist() == PROBE.tolist()
+
+
+def test_large_patches_are_parsed_before_admission() -> None:
+    made = test_sources.admission()
+    params: Any = SimpleNamespace(**dict.fromkeys(request_fields()))
+    params.patch = [patch(source_inline=0)]
+    params.patch_vectors = INLINE["patch_vectors"]
+    prepared = made.prepared(params)
+    tiers = admit(made, patch=prepared.patch, patch_vectors=prepared.patch_vectors)
+    assert tiers.digest == admit(made, patch=params.patch, **INLINE).digest
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "must list 1 to"),
+        ({}, "must list 1 to"),
+        ([3], "an object with the keys"),
+        ([patch(layer=None)], "missing: ..layer"),
+        ([patch(source_module="zeros", strength=1)], "unknown: ..strength"),
+        ([patch()], "give one of"),
+        ([patch(source_module="zeros", source_run="clean")], "give one of"),
+        ([patch(source_run="clean")], "source_run needs it"),
+        ([patch(source_module="zeros", source_position=0)], "no other source"),
+        ([patch(source_run="clean", source_position=-1)], "index from 0"),
+        ([patch(source_run="gone", source_position=0)], "no run is kept"),
+        ([patch(source_module="zeros", dest_position=-1)], "index from 0"),
+        ([patch(source_module="zeros", dest_position=99)], "no token is at 99"),
+        ([patch(source_module="zeros", layer="1")], "index from 0"),
+        ([patch(source_module="zeros", layer=7)], "no layer 7"),
+        ([patch(source_module="zeros", hook=3)], "must be a name"),
+        ([patch(source_module="zeros", hook="mlp")], "not a hook point"),
+        ([patch(source_inline=0)], "no row of patch_vectors"),
+        ([patch(source_module="zeros", mask={"inline": 0})], "no row of"),
+        ([patch(source_module="zeros", mask=[0])], "must be"),
+        ([patch(source_module="zeros", alpha="x")], "finite number"),
+    ],
+    ids=str,
+)
+def test_patches_that_cannot_be_are_refused(bad: Any, message: str) -> None:
+    errors = SteeringValidationError, CaptureValidationError
+    with pytest.raises(errors, match=message):
+        admit(test_sources.admission(), patch=bad)
+
+
+def test_rows_without_patches_are_refused() -> None:
+    with pytest.raises(SteeringValidationError, match="must list 1 to"):
+        admit(test_sources.admission(), **INLINE)
+    with pytest.raises(SteeringValidationError, match="no row of patch_vectors"):
+        admit(test_sources.admission(), patch=[patch(source_inline=2)], **INLINE)

@@ -46,6 +46,10 @@ decode_steering_clamps: dict[str, Any] | None = None
 """Further clamps at generated tokens."""
 steering: list[dict[str, Any]] | None = None
 """Gates at generated tokens: when, scope and apply, as an earlier fork has them."""
+patch: list[dict[str, Any]] | None = None
+"""Rows to replace by those of a kept run: layer, hook, dest_position and a source."""
+patch_vectors: dict[str, Any] | None = None
+"""Packed rows that entries of `patch` name by their index."""
 steering_receipt: bool = False
 """Whether the output says what steering has done to the request's tokens."""
 conversation_id: str | None = None

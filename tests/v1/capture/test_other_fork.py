@@ -65,6 +65,8 @@ def configured(*consumers: Any) -> CaptureConfig:
         vllm_lens_api=False,
         allow_remote_code_hooks=False,
         interp_engine_api=False,
+        enable_patching=False,
+        patch_source_cache_bytes=None,
         enable_readouts=False,
         readout_modules=None,
         mlp_hook_points=False,

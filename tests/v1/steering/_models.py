@@ -151,6 +151,15 @@ class Reference:
             ]
         if hook == "post_block":
             return [layer.register_forward_hook(lambda _, __, out: _first(out, change))]
+        mlp = getattr(layer, "mlp", None)
+        if hook == "mlp_in":
+            return [
+                mlp.register_forward_pre_hook(
+                    lambda _, args: (change(args[0][0])[None], *args[1:])
+                )
+            ]
+        if hook == "mlp_out":
+            return [mlp.register_forward_hook(lambda _, __, out: _first(out, change))]
         streams: list[torch.Tensor] = []
 
         def before_layer(_: Any, args: Any) -> None:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.interop.reference_fork.clamps import as_entries
 from vllm.interop.reference_fork.gates import FIELD, Gate, parse_gates
 from vllm.interop.reference_fork.named import vectors_of
+from vllm.interop.reference_fork.patches import FIELD as PATCH
+from vllm.interop.reference_fork.patches import VECTORS as PATCH_VECTORS
+from vllm.interop.reference_fork.patches import as_entries as patched
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.forms import Parts
 from vllm.v1.steering.plan import SteeringTiers, total
@@ -20,13 +23,18 @@ MAX_CONVERSATIONS = 1024
 
 
 class ReferenceForkForm:
-    """Translates clamps and gates; keeps the gates of conversations. Thread-safe."""
+    """Translates clamps, gates and patches; keeps the gates of conversations.
+
+    Thread-safe.
+    """
 
     request_fields = (
         "steering_clamps",
         "prefill_steering_clamps",
         "decode_steering_clamps",
         FIELD,
+        PATCH,
+        PATCH_VECTORS,
     )
     set_fields = ("clamps", "prefill_clamps", "decode_clamps")
 
@@ -36,8 +44,15 @@ class ReferenceForkForm:
         self._conversations: dict[str, list[dict[str, Any]]] = {}
 
     def translate(self, parts: Parts) -> None:
-        """Move clamps to the fields of vectors, as entries."""
-        for name in {*self.request_fields, *self.set_fields} - {FIELD}:
+        """Move clamps and patches to the fields of vectors, as entries."""
+        patches, vectors = (
+            parts.pop(name, [(None, name)])[0][0] for name in (PATCH, PATCH_VECTORS)
+        )
+        if patches is not None or vectors is not None:
+            entries = [(patched(patches, vectors), PATCH)]
+            parts["steering_vectors"] = [*parts.get("steering_vectors", ()), *entries]
+        others = {FIELD, PATCH, PATCH_VECTORS}
+        for name in {*self.request_fields, *self.set_fields} - others:
             entries = [(as_entries(raw, at), at) for raw, at in parts.pop(name, ())]
             if entries:
                 own = name.replace("clamps", "vectors")

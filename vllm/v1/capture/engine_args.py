@@ -172,8 +172,9 @@ def capture_config(
             ready[_free_name(entry, name, ready)] = entry
     if args.vllm_lens_api:
         entries.append("vllm_lens")
-    if args.interp_engine_api and not any(map(_is_inline, entries)):
+    if args.interp_engine_api and not any(_has_name(e, "inline") for e in entries):
         entries.append("inline")
+    entries += _patch_sources(args, entries)
     steps, entries = _split(entries)
     if steps:
         _check_steps(args, steps)
@@ -283,9 +284,26 @@ def _check_steps(args: "EngineArgs", steps: list[ConsumerConfig]) -> None:
         )
 
 
-def _is_inline(entry: str | dict[str, Any]) -> bool:
-    """Whether an entry is the consumer `inline` under its own name."""
-    return parse_consumer(entry).instance_name == "inline"
+def _has_name(entry: str | dict[str, Any], name: str) -> bool:
+    """Whether an entry is a consumer under its own name."""
+    return parse_consumer(entry).instance_name == name
+
+
+def _patch_sources(args: "EngineArgs", entries: list[Any]) -> list[dict[str, Any]]:
+    """The consumer that `--enable-patching` adds."""
+    most = args.patch_source_cache_bytes
+    if not args.enable_patching:
+        if most is not None:
+            raise CaptureValidationError(
+                "--patch-source-cache-bytes needs --enable-patching",
+                parameter="patch_source_cache_bytes",
+                value=most,
+            )
+        return []
+    if any(_has_name(entry, "patch_source") for entry in entries):
+        return []
+    params = {} if most is None else {"max_bytes": most}
+    return [{"name": "patch_source", "params": params}]
 
 
 def _free_name(entry: Any, name: str, taken: Collection[str]) -> str:

@@ -10,7 +10,8 @@ from tests.v1.capture.consumers._drive import context, deliver, rows_of, sidecar
 from vllm.v1.capture.capabilities import consumer_capabilities
 from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.consumers.memory import MemoryConsumer, path_safe
-from vllm.v1.capture.consumers.memory.store import selected
+from vllm.v1.capture.consumers.memory.patch_source import PatchSourceConsumer
+from vllm.v1.capture.consumers.memory.store import RowStore, selected
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.groups import GroupBatchingSink, GroupChunk, GroupEnd
 from vllm.v1.capture.registry import as_sink
@@ -132,3 +133,51 @@ def test_a_part_has_the_rows_between_two_positions(
     assert part[3, "post_block"].flatten().tolist() == expected
     assert part.positions[3, "post_block"] == expected
     assert not selected(rows, [2]) and not selected(rows, None, "pre_attn")
+
+
+def put(store: RowStore, name: str, request_id: str = "r", layer: int = 0) -> None:
+    rows = ROWS[0, "pre_attn"]
+    sidecar = sidecar_of(request_id, (layer, "pre_attn"), rows)
+    store.put(name, [(layer, "pre_attn")], rows[None], sidecar)
+
+
+def test_runs_that_were_not_used_for_longest_make_room() -> None:
+    size = ROWS[0, "pre_attn"].nbytes
+    store = RowStore(2 * size, evicts=True)
+    put(store, "a")
+    put(store, "b")
+    store.get("a")
+    assert store.room == 2 * size and store.free_bytes == 0
+    put(store, "c")
+    assert "b" not in store and "a" in store
+    with store.lease("a"), store.lease("a"):
+        with store.lease("c"):
+            assert store.room == 0
+            with pytest.raises(RuntimeError, match="do not fit"):
+                put(store, "d")
+        put(store, "d")
+        assert "a" in store and "c" not in store
+        store.drop("a")  # Whoever asks for it may drop it.
+    put(store, "d", layer=1)
+    assert len(store.get("d")[0].rows) == 2
+    put(store, "e")
+    assert store.describe()["names"].keys() == {"e"}
+
+
+def test_a_run_is_one_request_and_has_rows_of_the_prompt() -> None:
+    consumer = PatchSourceConsumer(None, {"max_bytes": 1 << 20})
+    raw = {"run": "clean", "hooks": {"pre_attn": "all"}}
+    assert consumer.validate_client_spec(raw, context()).positions == "all_prompt"
+    for positions in ([0, -1], "last_prompt", {"last": 3}):
+        consumer.validate_client_spec(raw | {"positions": positions}, context())
+    for wrong in ("all", "all_generated", [11], [10]):
+        with pytest.raises(CaptureValidationError, match="rows of the prompt"):
+            consumer.validate_client_spec(raw | {"positions": wrong}, context())
+    with pytest.raises(CaptureValidationError, match="patch_source has no key 'name'"):
+        consumer.validate_client_spec(raw | {"name": "clean"}, context())
+    with pytest.raises(CaptureValidationError, match="patch_source.run must be"):
+        consumer.validate_client_spec(raw | {"run": "a/b"}, context())
+    for request_id in "ab":
+        deliver(BatchingSink(consumer), {request_id: ROWS}, client_spec={"run": "x"})
+    (kept,) = consumer.store.get("x")
+    assert kept.request_id == "b" and consumer.store.describe()["held_bytes"] == SIZE

@@ -20,6 +20,8 @@ def steering_arguments(**given: Any) -> Any:
         "enable_row_monitor": False,
         "declarative_probe_sites": None,
         "interp_engine_api": False,
+        "enable_patching": False,
+        "max_patch_slots": 64,
         "steering_modules": None,
         "steering_api_key": None,
     }

@@ -67,6 +67,7 @@ def captures_or_steers(args: Namespace) -> bool:
 ENABLING = (
     *("capture_consumers", "enable_steering", "enable_readouts"),
     *("readout_modules", "sae", "vllm_lens_api", "interp_engine_api"),
+    "enable_patching",
 )
 """Options that enable them."""
 

@@ -76,12 +76,26 @@ WHEN: Schema = {
     "properties": {key: {} for key in WHEN_KEYS},
     "additionalProperties": False,
 }
+SOURCE: Schema = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {
+            "type": "object",
+            "properties": {"run": {"type": "string"}, "positions": POSITIONS},
+            "required": ["run"],
+            "additionalProperties": False,
+        },
+    ]
+}
+INDICES: Schema = _only(indices={"type": "array", "items": {"type": "integer"}})
 ENTRY: Schema = {
     "type": "object",
     "properties": {
         "op": {"enum": list(OP_NAMES)},
+        "from": SOURCE,
+        "mask": {"anyOf": [ARRAY, INDICES]},
         "positions": POSITIONS,
-        **dict.fromkeys(("vector", "target", "mask", "bias", "threshold"), ARRAY),
+        **dict.fromkeys(("vector", "target", "bias", "threshold"), ARRAY),
         **dict.fromkeys(("vectors", "plane", "read", "write"), MATRIX),
         **dict.fromkeys(("scale", "min", "max", "value", "strength"), NUMBER),
         "alpha": NUMBER,

@@ -9,6 +9,7 @@ OPTIONS = {
     "enable_readouts": "--enable-readouts",
     "vllm_lens_api": "--vllm-lens-api",
     "interp_engine_api": "--interp-engine-api",
+    "enable_patching": "--enable-patching",
 }
 """Options, by attribute of the parsed command line."""
 

@@ -10,7 +10,6 @@ A supported field is a field of the request's class. A supported key of `vllm_xa
 """
 
 import difflib
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -42,7 +41,6 @@ HONOURED_ARGS: frozenset[str] = frozenset(
 )
 """Supported keys of `vllm_xargs` and `extra_args`."""
 
-_NO_PATCH = "patching is not implemented; the operation replace sets rows to a vector"
 _CAPTURE_ALL = (
     'use capture: {"inline": {"hooks": {"post_block": [15]}, "positions": "all"}}'
 )
@@ -59,8 +57,6 @@ _SAE = (
 
 FOREIGN: dict[str, str] = {
     # The earlier public fork's.
-    "patch": _NO_PATCH,
-    "patch_vectors": _NO_PATCH,
     "sae_clamp_specs": _SAE,
     "sae_full_reconstruction_specs": _SAE,
     # Of our routes, whose requests have longer names.
@@ -103,9 +99,6 @@ _DISTINCT = tuple({*FIELDS, *HONOURED_ARGS} - {"steering", "conversation_id"})
 MOST_COMPARED = 256
 """Most unknown names of an object that are compared letter by letter, at 30 µs each."""
 
-_PATCHES = re.compile(r"(?<![a-z])patch")
-"""Matches names of fields that patch; a dispatch is none."""
-
 WORDS = ("steer", "capture", "readout", "patch", "residual_stream", "apply_hook")
 """An unknown field whose name contains one of these is treated as misspelt."""
 
@@ -120,6 +113,7 @@ OBJECTS = {
     "steering_clamps": _CLAMPS,
     "prefill_steering_clamps": _CLAMPS,
     "decode_steering_clamps": _CLAMPS,
+    "patch_vectors": '{"dtype": "float32", "shape": [1, 2048], "data": "..."}',
 }
 """By name of a field that holds an object: an example."""
 
@@ -287,8 +281,6 @@ def _meant(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(lower, sorted(known), n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]}?"
-    if _PATCHES.search(lower):
-        return _NO_PATCH
     if known:
         return f"the fields are {sorted(known)}"
     return "leave it out: this request can neither be captured nor steered"

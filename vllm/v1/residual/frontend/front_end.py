@@ -6,8 +6,10 @@ processor share. It keeps no reference to the engine, whose memory would then be
 later than upstream's.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.capture.consumers.memory.api import kept_run
 from vllm.v1.capture.frontend import attach as capture_attaching
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.selectors import check_request_size
@@ -190,12 +192,13 @@ NO_FRONT_END = FrontEnd()
 def open_front_end(engine: "LLMEngine") -> FrontEnd:
     """Open the front end of an offline engine, whose core has started."""
     readouts = _readouts(engine)
+    capture = capture_attaching.open_for_engine(engine, readouts)
     return _shared(
         engine,
         FrontEnd(
-            capture_attaching.open_for_engine(engine, readouts),
+            capture,
             hooks_attaching.open_for_engine(engine),
-            SteeringControl(engine, _named(engine)),
+            SteeringControl(engine, _named(engine), partial(kept_run, capture)),
             readouts if engine.vllm_config.capture_config.enabled else None,
         ),
     )
@@ -204,12 +207,14 @@ def open_front_end(engine: "LLMEngine") -> FrontEnd:
 def open_async_front_end(engine: "AsyncLLM") -> FrontEnd:
     """Open the front end of a serving engine, whose core has started."""
     readouts = _readouts(engine)
+    capture = capture_attaching.open_for_async_engine(engine, readouts)
+    runs = partial(kept_run, capture)
     return _shared(
         engine,
         FrontEnd(
-            capture_attaching.open_for_async_engine(engine, readouts),
+            capture,
             hooks_attaching.open_for_async_engine(engine),
-            async_frontend.open_control(engine, _named(engine)),
+            async_frontend.open_control(engine, _named(engine), runs),
             readouts if engine.vllm_config.capture_config.enabled else None,
         ),
     )

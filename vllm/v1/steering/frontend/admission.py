@@ -197,14 +197,10 @@ class SteeringAdmission:
 
         """
         prepared = copy(params)
-        for field in request_fields():
-            raw = getattr(params, field)
-            if raw is None:
-                continue
-            parts = self._in_our_fields({field: raw})
-            for written in map(parts.get, REQUEST_FIELDS.values()):
-                for one, name in written or ():
-                    setattr(prepared, field, self._parsed(one, name))
+        parts = self._in_our_fields({n: getattr(params, n) for n in request_fields()})
+        for written in map(parts.get, REQUEST_FIELDS.values()):
+            for one, name in written or ():
+                setattr(prepared, name, self._parsed(one, name))
         return prepared
 
     def _parsed(self, raw: Any, name: str) -> Parsed:

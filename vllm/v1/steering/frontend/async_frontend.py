@@ -26,6 +26,7 @@ from vllm.v1.steering.frontend.frontend import (
 )
 from vllm.v1.steering.frontend.name_sync import FollowedNames
 from vllm.v1.steering.frontend.named import NamedFiles
+from vllm.v1.steering.spec.sources import Runs
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -160,11 +161,13 @@ async def _beside(work: Callable[..., T], *args: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_PARSING, work, *args)
 
 
-def open_control(engine: "AsyncLLM", named: NamedFiles) -> AsyncSteeringControl:
+def open_control(
+    engine: "AsyncLLM", named: NamedFiles, runs: Runs
+) -> AsyncSteeringControl:
     """Create the steering control of a serving engine."""
     several = engine.vllm_config.parallel_config._api_process_count > 1
     engines = Engines(engine.engine_core)
-    return AsyncSteeringControl(open_frontend(engine, named), engines, several)
+    return AsyncSteeringControl(open_frontend(engine, named, runs), engines, several)
 
 
 async def raise_refusal(

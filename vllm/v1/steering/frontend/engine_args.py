@@ -64,6 +64,28 @@ def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
         "further requests wait.",
     )
     group.add_argument(
+        "--enable-patching",
+        action="store_true",
+        default=False,
+        help="Keep runs and patch requests from them: adds the consumer patch_source, "
+        "--enable-steering and the slots of --max-patch-slots.",
+    )
+    group.add_argument(
+        "--max-patch-slots",
+        type=int,
+        default=64,
+        help="With --enable-patching, most differently patched requests in a batch: "
+        "raises --max-steering-configs to this number.",
+    )
+    group.add_argument(
+        "--patch-source-cache-bytes",
+        type=int,
+        default=None,
+        metavar="BYTES",
+        help="With --enable-patching, most bytes of the rows of kept runs; those not "
+        "used for longest are dropped.",
+    )
+    group.add_argument(
         "--max-dynamic-steering-configs",
         type=int,
         default=None,
@@ -119,7 +141,12 @@ def steering_config(
         SteeringValidationError: an option is invalid, or needs `--enable-steering`.
 
     """
-    enabled = args.enable_steering or args.vllm_lens_api or args.interp_engine_api
+    enabled = bool(
+        args.enable_steering
+        or args.vllm_lens_api
+        or args.interp_engine_api
+        or args.enable_patching
+    )
     _check_switches(args, enabled)
     modules = _modules(args.steering_modules)
     keys = given_values(args.steering_api_key)
@@ -136,6 +163,12 @@ def steering_config(
             "--max-steering-configs must be at least 1",
             "max_steering_configs",
             args.max_steering_configs,
+        )
+    if args.max_patch_slots < 1:
+        raise fail(
+            "--max-patch-slots must be at least 1",
+            "max_patch_slots",
+            args.max_patch_slots,
         )
     if args.max_steering_ops < 1:
         raise fail(
@@ -170,7 +203,10 @@ def steering_config(
         )
     config = SteeringConfig(
         enabled=enabled,
-        max_configs=args.max_steering_configs,
+        max_configs=max(
+            args.max_steering_configs,
+            args.max_patch_slots if args.enable_patching else 0,
+        ),
         max_operations=args.max_steering_ops,
         bank_mib=args.steering_bank_mib,
         modules=modules,

@@ -32,6 +32,7 @@ from vllm.v1.steering.spec.provenance import (
     norms_of,
     parse_registered,
 )
+from vllm.v1.steering.spec.sources import Runs, Sources, no_run
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,12 +112,15 @@ class NoSteering:
 class SteeringFrontend(NoSteering):
     """The front end of an engine with steering enabled."""
 
-    def __init__(self, vllm_config: "VllmConfig", named: NamedFiles) -> None:
+    def __init__(
+        self, vllm_config: "VllmConfig", named: NamedFiles, runs: Runs = no_run
+    ) -> None:
         """Read the configured modules from their files.
 
         Args:
             vllm_config: the engine's configuration.
             named: the probes and SAEs that entries may name.
+            runs: finds the kept runs from which entries may take rows.
 
         Raises:
             SteeringValidationError: a file is invalid or was made for another model.
@@ -125,6 +129,7 @@ class SteeringFrontend(NoSteering):
         points = vllm_config.capture_config.hook_points or {}
         self.named = named
         """The probes and SAEs that entries may name."""
+        self.modules = SteeringModules()
         model = SteeredModel(
             points,
             vllm_config.model_config.get_hidden_size(),
@@ -134,8 +139,8 @@ class SteeringFrontend(NoSteering):
             vllm_config.model_config.max_model_len,
             self.named,
             placement_of(vllm_config),
+            Sources(runs, self.modules.get),
         )
-        self.modules = SteeringModules()
         self.admission = SteeringAdmission(model, self.modules)
         self.shared = self.admission.shared
         servers = vllm_config.parallel_config._api_process_count
@@ -244,18 +249,20 @@ NO_STEERING_FRONTEND = NoSteering()
 CLEARED = Change(SteeringTiers(), [])
 
 
-def open_frontend(engine: "LLMEngine | AsyncLLM", named: NamedFiles) -> NoSteering:
+def open_frontend(
+    engine: "LLMEngine | AsyncLLM", named: NamedFiles, runs: Runs
+) -> NoSteering:
     """Create the front end that admits an engine's requests."""
     if not engine.vllm_config.steering_config.enabled:
         return NO_STEERING_FRONTEND
-    return SteeringFrontend(engine.vllm_config, named)
+    return SteeringFrontend(engine.vllm_config, named, runs)
 
 
 class SteeringControl:
     """`set_steering`, `clear_steering` and `get_steering` of an offline engine."""
 
-    def __init__(self, engine: "LLMEngine", named: NamedFiles) -> None:
-        self.frontend = open_frontend(engine, named)
+    def __init__(self, engine: "LLMEngine", named: NamedFiles, runs: Runs) -> None:
+        self.frontend = open_frontend(engine, named, runs)
         self._core: Any = engine.engine_core
 
     def _call(self, method: str, *args: Any) -> dict[str, Any]:

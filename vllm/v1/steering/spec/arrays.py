@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays in entries: vectors, and the further arrays of some operations."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.v1.residual.numbers import is_integer
+from vllm.v1.residual.selectors import as_list
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.table import Place
@@ -37,11 +40,27 @@ def direction(value: Any, place: Place) -> Array:
 
 
 def shares(value: Any, place: Place) -> Array:
-    """A vector of numbers from 0 to 1."""
+    """A vector of numbers from 0 to 1; `{"indices": [...]}` has 1 there, else 0."""
+    if isinstance(value, Mapping) and value.keys() == {"indices"}:
+        value = _indicated(value["indices"], place)
     mask = vector(value, place)
     if not ((mask >= 0) & (mask <= 1)).all():
         worst = float(mask[np.abs(mask - 0.5).argmax()])
         raise fail(f"{place.at} must be between 0 and 1", place.at, worst)
+    return mask
+
+
+def _indicated(raw: Any, place: Place) -> Array:
+    indices, width = as_list(raw), place.model.hidden_size
+    listed = isinstance(indices, (list, tuple)) and len(indices) > 0
+    if not listed or not all(is_integer(i, 0, width) for i in indices):
+        raise fail(
+            f"{place.at}.indices must list dimensions from 0 to {width - 1}",
+            f"{place.at}.indices",
+            raw,
+        )
+    mask = np.zeros(width, dtype=np.float32)
+    mask[list(indices)] = 1.0
     return mask
 
 

@@ -40,6 +40,7 @@ from vllm.v1.steering.spec.matrix import (
     row_positions,
     without_zeros,
 )
+from vllm.v1.steering.spec.sources import with_rows
 from vllm.v1.steering.spec.table import (
     REQUIRED,
     Key,
@@ -67,6 +68,7 @@ BOUNDS: Table = {"min": Key(number), "max": Key(number)}
 OPS: dict[OpName, Table] = {
     "replace": {
         **VECTORS,
+        "from": Key(as_written),
         "scale": SCALE,
         "norm_match": Key(flag, False),
         "alpha": Key(number, 1.0),
@@ -198,6 +200,8 @@ def parse_entry(
 
     """
     op = _op(raw, at)
+    if "from" in raw:
+        raw = with_rows(raw, tap, model, at)
     values = read(raw, OPS[op], model, at)
     low, high = _bounds(op, values, at)
     feature = None
@@ -246,12 +250,17 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
     needed = required(table)
     if "vectors" in table:
         needed = ("vectors",) if "vectors" in entry else ("vector",)
+        needed = () if op == "replace" and "from" in entry else needed
     missing = [name for name in needed if name not in entry]
     if unknown or missing:
         raise fail(
             f'{at}: an entry is a vector, or an object, with "op": "{op}" of the keys '
             f"{[*table, *COMMON]}; "
-            + (_refused_key(unknown[0]) if unknown else f"{missing[0]} is missing"),
+            + (
+                f"it has no key {shown(unknown[0])}"
+                if unknown
+                else f"{missing[0]} is missing"
+            ),
             at,
             sorted(map(str, entry)),
         )
@@ -278,12 +287,6 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
                 op,
             )
     return op
-
-
-def _refused_key(name: str) -> str:
-    if name == "from":
-        return 'rows of another run are not read by "from": send them as vectors'
-    return f"it has no key {shown(name)}"
 
 
 def _bounds(op: OpName, values: Values, at: str) -> tuple[float | None, float | None]:

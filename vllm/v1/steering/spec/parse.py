@@ -27,6 +27,7 @@ from vllm.v1.steering.spec.matrix import ALL_GENERATED, joined_rows
 from vllm.v1.steering.spec.named import NONE_NAMED, Named
 from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
+from vllm.v1.steering.spec.sources import NO_SOURCES, Sources
 
 HOOKS = HOOK_NAMES
 
@@ -68,6 +69,8 @@ class SteeredModel:
     named: Named = NONE_NAMED
     """The probes and SAEs that entries may name."""
     placement: Placement = ONE_RANK
+    sources: Sources = NO_SOURCES
+    """What entries may take rows from."""
 
     @property
     def num_sites(self) -> int:

@@ -38,43 +38,49 @@ class MemoryConsumer(CaptureConsumer):
     location: Literal["worker", "driver"] = "driver"
     reads_client_spec: ClassVar[bool] = True
     remembers_specs: ClassVar[bool] = False
+    kind: ClassVar[str] = "memory"
+    name_key: ClassVar[str] = "name"
+    """The key of a spec that has the name."""
+    evicts: ClassVar[bool] = False
+    """Whether names that were not used for long make room for new ones."""
 
     def __init__(
         self, vllm_config: "VllmConfig | None", params: dict[str, Any]
     ) -> None:
-        check_byte_limits("memory", params, ["max_bytes"])
+        check_byte_limits(self.kind, params, ["max_bytes"])
         host_bytes = BUDGET.limit
         if vllm_config is not None:
             host_bytes = vllm_config.capture_config.host_memory_bytes
             servers = vllm_config.parallel_config._api_process_count
             if servers > 1:
                 raise CaptureValidationError(
-                    f"capture_consumers.memory: with {servers} API servers each would "
-                    "keep the rows of its own requests only; start one "
+                    f"capture_consumers.{self.kind}: with {servers} API servers each "
+                    "would keep the rows of its own requests only; start one "
                     "(--api-server-count 1), or use the filesystem consumer",
-                    parameter="capture_consumers.memory",
+                    parameter=f"capture_consumers.{self.kind}",
                     value=servers,
                 )
-        self.store = RowStore(params.get("max_bytes", max(host_bytes // 2, 1)))
+        most = params.get("max_bytes", max(host_bytes // 2, 1))
+        self.store = RowStore(most, self.evicts)
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Check the spec and the name, and that there is room for the rows."""
-        instance = self.instance_name or "memory"
+        instance = self.instance_name or self.kind
         where = f"capture.{instance}"
         raw = plain(raw)
-        spec = parse_spec(raw, ctx, where, ("name",))
-        name = raw.get("name")
+        spec = parse_spec(raw, ctx, where, (self.name_key,))
+        name = raw.get(self.name_key)
         if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise fail(
-                f"{where}.name must be 1 to 128 letters, digits, dots, dashes or "
-                "underscores, and neither '.' nor '..'",
-                f"{where}.name",
+                f"{where}.{self.name_key} must be 1 to 128 letters, digits, dots, "
+                "dashes or underscores, and neither '.' nor '..'",
+                f"{where}.{self.name_key}",
                 name,
             )
         size, what = most_bytes(spec, ctx, where)
-        if size > self.store.free_bytes:
+        if size > (room := self.store.room):
             raise fail(
-                f"{where}: {what}, may take {size} bytes; {self.store.free_bytes} of "
+                f"{where}: {what}, may take {size} bytes; {room} of "
                 f"{self.store.max_bytes} (max_bytes) are free. Drop names that are no "
                 "longer needed, capture less, or start with --capture-consumers "
                 f"{instance}:max_bytes=BYTES",
@@ -94,7 +100,7 @@ class MemoryConsumer(CaptureConsumer):
     ) -> dict[str, str]:
         """Keep the rows `[taps, rows, hidden_size]` of a group of taps."""
         spec = sidecar.get("client_spec") or {}
-        name = spec.get("name") or path_safe(sidecar["client_request_id"])
+        name = spec.get(self.name_key) or path_safe(sidecar["client_request_id"])
         rows = rows.to(getattr(torch, sidecar["dtype"]))
         self.store.put(name, taps, rows, sidecar)
         return {"name": name}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods of `LLM` and `AsyncLLM` for the rows of the consumer `memory`."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.consumers.memory import MemoryConsumer
@@ -110,6 +112,49 @@ def store_of(capture: "NoCapture", instance: str | None = None) -> RowStore:
     if instance not in keeping:
         raise fail(f"instance must be one of {sorted(keeping)}", "instance", instance)
     return keeping[instance].store
+
+
+def kept_run(capture: "NoCapture", name: str, where: str = "run") -> KeptRequest:
+    """The only request of a name, which any consumer here keeps.
+
+    Raises:
+        CaptureValidationError: there is no such name, or it has several requests.
+
+    """
+    kept = [] if (store := store_with(capture, name)) is None else store.get(name)
+    if len(kept) == 1:
+        return kept[0]
+    if kept:
+        raise fail(
+            f"{where}: a run is one request, and the name {name!r} has {len(kept)}; "
+            "capture it alone, under another name",
+            where,
+            name,
+        )
+    stores = [keeper.store for keeper in keepers(capture).values()]
+    known = sorted(name for store in stores for name in store.describe()["names"])
+    raise fail(
+        f"{where}: no run is kept under the name {name!r}, or it was evicted; there "
+        f"are: {', '.join(known[:8]) or 'none'}. Capture it with the consumer "
+        "patch_source (--enable-patching) or memory",
+        where,
+        name,
+    )
+
+
+def store_with(capture: "NoCapture", name: str) -> RowStore | None:
+    """The store in which a name is kept, of any consumer here."""
+    stores = (keeper.store for keeper in keepers(capture).values())
+    return next((store for store in stores if name in store), None)
+
+
+@contextmanager
+def leased(capture: "NoCapture", name: str) -> Iterator[None]:
+    """Keep a name from being evicted by any consumer here; it may be dropped."""
+    with ExitStack() as leases:
+        for keeper in keepers(capture).values():
+            leases.enter_context(keeper.store.lease(name))
+        yield
 
 
 def keepers(capture: "NoCapture") -> dict[str, MemoryConsumer]:

@@ -3,7 +3,9 @@
 
 import threading
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,17 +47,39 @@ class KeptName:
 class RowStore:
     """Rows by name, up to a maximum size; thread-safe."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """Hold at most `max_bytes` bytes of rows."""
+    def __init__(self, max_bytes: int, evicts: bool = False) -> None:
+        """Start empty.
+
+        Args:
+            max_bytes: of rows that are held at most.
+            evicts: whether a name holds one request, and those not used for longest
+                are dropped, whole, for new ones.
+
+        """
         self.max_bytes = max_bytes
+        self._evicts = evicts
         self._names: dict[str, KeptName] = {}
+        """Those not used for longest come first."""
+        self._leases: Counter[str] = Counter()
         self._held = 0
         self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
 
     @property
     def free_bytes(self) -> int:
         """Bytes of rows that still fit."""
         return self.max_bytes - self._held
+
+    @property
+    def room(self) -> int:
+        """Bytes of rows that fit a new name: free ones, and those that are evicted."""
+        with self._lock:
+            free = self.free_bytes
+            if self._evicts:
+                free += sum(self._names[name].num_bytes for name in self._evictable())
+            return free
 
     def put(
         self,
@@ -77,6 +101,7 @@ class RowStore:
 
         """
         with self._lock:
+            self._make_room(name, rows.nbytes, sidecar["vllm_internal_request_id"])
             if rows.nbytes > self.free_bytes:
                 raise RuntimeError(
                     f"{rows.nbytes} bytes of rows do not fit the {self.free_bytes} "
@@ -109,7 +134,19 @@ class RowStore:
 
         """
         with self._lock:
-            return list(self._names[name].requests.values())
+            kept = self._names[name] = self._names.pop(name)  # Used last.
+            return list(kept.requests.values())
+
+    @contextmanager
+    def lease(self, name: str) -> Iterator[None]:
+        """Keep a name from being evicted; it may still be dropped."""
+        with self._lock:
+            self._leases[name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._leases[name] -= 1
 
     def drop(self, name: str) -> dict[str, Any]:
         """Drop a name; rows that a reader still has remain valid.
@@ -122,9 +159,25 @@ class RowStore:
 
         """
         with self._lock:
-            kept = self._names.pop(name)
-            self._held -= kept.num_bytes
-            return kept.describe()
+            return self._forget(name).describe()
+
+    def _forget(self, name: str) -> KeptName:
+        kept = self._names.pop(name)
+        self._held -= kept.num_bytes
+        return kept
+
+    def _evictable(self, but: str | None = None) -> list[str]:
+        return [n for n in self._names if n != but and not self._leases[n]]
+
+    def _make_room(self, name: str, size: int, request_id: str) -> None:
+        """Drop what the rows of a request replace, and what is evicted for them."""
+        if not self._evicts:
+            return
+        if name in self._names and request_id not in self._names[name].requests:
+            self._forget(name)
+        for other in self._evictable(name):
+            if size > self.free_bytes:
+                self._forget(other)
 
     def describe(self) -> dict[str, Any]:
         """Names, counts and sizes, as plain data."""

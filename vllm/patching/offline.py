@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a sweep with an `LLM`: all its cells are requests of one batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from vllm.patching.engine import Engine, engine_of, params_of, reply_of
+from vllm.patching.planning import Sweep, plan_of
+from vllm.patching.questions import Ask, Reply
+from vllm.patching.result import PatchResult
+from vllm.patching.study import Done, Study
+from vllm.v1.capture.consumers.memory.api import leased, store_with
+from vllm.v1.steering.errors import fail
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+OnCell = Callable[[Done], Any]
+
+
+def run(
+    llm: "LLM", sweep: Sweep, progress: bool, on_cell: OnCell | None, keep: bool
+) -> PatchResult:
+    """Run a sweep.
+
+    An interrupt from the keyboard ends it early: the result has the cells that are
+    done, and NaN for the others.
+
+    Args:
+        llm: the engine, which must have no other requests.
+        sweep: what is asked.
+        progress: whether long sweeps show a bar.
+        on_cell: called with each cell as its value is known.
+        keep: whether the run that was captured for the sweep stays.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    engine = offline_engine(llm)
+    plan = plan_of(sweep, engine)
+    study = Study(plan)
+    with ExitStack() as ending:
+        if plan.run is not None:
+            ending.enter_context(leased(engine.capture, plan.run))
+        if plan.capture is not None and not keep:
+            ending.callback(drop_run, engine, str(plan.run))
+        rounds = study.rounds()
+        asks = next(rounds, None)
+        while asks is not None:
+            found = dict(_answers(llm, asks))
+            try:
+                asks = rounds.send([found[n] for n in range(len(asks))])
+            except StopIteration:
+                asks = None
+        bar = _bar(len(study.asks), progress)
+        ending.callback(bar.close)
+        try:
+            for done in study.filled:
+                _tell(on_cell, done)
+            for number, reply in _answers(llm, study.asks):
+                bar.update(1)
+                for done in study.take(number, reply):
+                    _tell(on_cell, done)
+        except KeyboardInterrupt:
+            pass  # The cells that are missing stay NaN.
+    return study.result
+
+
+def offline_engine(llm: "LLM") -> Engine:
+    """What a sweep needs of an `LLM`.
+
+    Raises:
+        SteeringValidationError: it does not steer, or has requests.
+
+    """
+    inner = llm.llm_engine
+    if inner.has_unfinished_requests():
+        raise fail(
+            "patch_sweep: the LLM has requests that were enqueued; wait for them first",
+            "llm",
+            "unfinished requests",
+        )
+    tokenizer = None
+    if not inner.model_config.skip_tokenizer_init:
+        tokenizer = llm.get_tokenizer()
+    return engine_of(inner.vllm_config, tokenizer, inner.input_processor.residual)
+
+
+def drop_run(engine: Engine, name: str) -> bool:
+    """Drop a run, if it is kept."""
+    store = store_with(engine.capture, name)
+    if store is not None:
+        store.drop(name)
+    return store is not None
+
+
+def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Reply]]:
+    """Send all requests, and yield the replies as they come."""
+    if not asks:
+        return
+    engine: Any = llm.llm_engine
+    prompts: Any = [{"prompt_token_ids": list(ask.token_ids)} for ask in asks]
+    ids = llm.enqueue(prompts, [params_of(ask) for ask in asks], use_tqdm=False)
+    # An output has the first part of the engine's id.
+    numbers = {one.partition("-")[0]: number for number, one in enumerate(ids)}
+    try:
+        while engine.has_unfinished_requests():
+            outputs = [one for one in engine.step() if one.finished]
+            engine.capture.wait(outputs)
+            for output in outputs:
+                number = numbers.pop(output.request_id)
+                yield number, reply_of(asks[number], output)
+    finally:
+        if numbers:
+            engine.abort_request([ids[n] for n in numbers.values()], internal=True)
+
+
+def _bar(count: int, progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=count, desc="Cells", unit="cell", delay=2, disable=not progress)
+
+
+def _tell(on_cell: OnCell | None, done: Done) -> None:
+    if on_cell is not None:
+        on_cell(done)

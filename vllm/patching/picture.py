@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the maps of a sweep: with matplotlib, and as a table for notebooks."""
+
+import html
+import math
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm.patching.result import PatchResult, Values
+from vllm.v1.steering.errors import fail
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_COLUMNS = 128
+"""Most columns of a table in a notebook."""
+
+
+def draw(result: PatchResult, path: str | PathLike[str] | None) -> "Figure":
+    """Draw a map of each hook point (and head), and write it to `path` if given.
+
+    Raises:
+        SteeringValidationError: matplotlib is not installed, or there is no such
+            folder.
+
+    """
+    check_can_draw(path)
+    from matplotlib.figure import Figure
+
+    maps = list(_maps(result))
+    width = max(3.0, 0.32 * len(result.positions) + 1.5)
+    height = max(2.5, 0.16 * len(result.layers) + 1.6)
+    figure = Figure(figsize=(width * len(maps), height), layout="constrained")
+    most = _largest(result)
+    for number, (title, values) in enumerate(maps):
+        axis = figure.add_subplot(1, len(maps), number + 1)
+        image = axis.imshow(
+            values - result.baseline,
+            cmap="RdBu",
+            vmin=-most,
+            vmax=most,
+            aspect="auto",
+            origin="lower",
+            interpolation="nearest",
+        )
+        axis.set_title(title)
+        axis.set_ylabel("layer")
+        step = max(len(result.layers) // 16, 1)
+        rows = range(0, len(result.layers), step)
+        axis.set_yticks(rows, [str(result.layers[row]) for row in rows])
+        labels = _labels(result)
+        axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7)
+        if number == len(maps) - 1:
+            figure.colorbar(image, ax=axis, label=f"change of {result.metric}")
+    if path is not None:
+        figure.savefig(path, dpi=130)
+    return figure
+
+
+def check_can_draw(path: str | PathLike[str] | None) -> None:
+    """Check that a picture can be written, before an engine is started.
+
+    Raises:
+        SteeringValidationError: the folder is missing, or matplotlib is.
+
+    """
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        folder = str(Path(path).parent)
+        raise fail(f"path: there is no folder {folder!r}; create it", "path", folder)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise fail(
+            "heatmap: pictures need matplotlib: pip install matplotlib; .values has "
+            "the numbers",
+            "path",
+            None if path is None else str(path),
+        ) from None
+
+
+def as_html(result: PatchResult) -> str:
+    """Tables with coloured cells, a row for each layer, the last one first."""
+    most = _largest(result)
+    head = "".join(
+        f"<th style='writing-mode:vertical-rl;font-weight:normal'>{html.escape(one)}"
+        "</th>"
+        for one in _labels(result)[:MOST_COLUMNS]
+    )
+    parts = [f"<p>{html.escape(repr(result))}</p>"]
+    for title, values in _maps(result):
+        rows = [
+            f"<tr><th>{layer}</th>{_row(result, row, most)}</tr>"
+            for layer, row in zip(result.layers, values, strict=True)
+        ]
+        parts.append(
+            f"<table><caption>{html.escape(title)}</caption><tr><th></th>{head}</tr>"
+            f"{''.join(reversed(rows))}</table>"
+        )
+    return "".join(parts)
+
+
+def _row(result: PatchResult, row: Values, most: float) -> str:
+    cells = []
+    for value in row[:MOST_COLUMNS].tolist():
+        color = "#eee"
+        if not math.isnan(value):
+            share = (value - result.baseline) / most
+            other = round(255 * (1 - min(abs(share), 1.0)))
+            red, blue = (other, 255) if share > 0 else (255, other)
+            color = f"rgb({red},{other},{blue})"
+        cells.append(
+            f"<td style='background:{color};min-width:1em' title='{value:.4g}'></td>"
+        )
+    return "".join(cells)
+
+
+def _maps(result: PatchResult) -> Iterator[tuple[str, Any]]:
+    """A title and values `[layers, columns]` for each hook point and head."""
+    for hook, values in result.values.items():
+        if result.heads is None:
+            yield hook, values
+        elif len(result.positions) == 1:
+            yield f"{hook}, by head", values[:, :, 0]
+        else:
+            for number, head in enumerate(result.heads):
+                yield f"{hook}, head {head}", values[:, number]
+
+
+def _labels(result: PatchResult) -> list[str]:
+    if result.heads is not None and len(result.positions) == 1:
+        return [str(head) for head in result.heads]
+    return [
+        f"{result.tokens[group[0]].strip() or '·'} {group[0]}"
+        if len(group) == 1
+        else f"{group[0]} to {group[-1]}"
+        for group in result.positions
+    ]
+
+
+def _largest(result: PatchResult) -> float:
+    """The largest change, by which colours are scaled."""
+    changes = [np.abs(one - result.baseline) for one in result.values.values()]
+    finite = np.concatenate([one[np.isfinite(one)].ravel() for one in changes])
+    return float(finite.max()) or 1.0 if finite.size else 1.0
