@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.residual.suspect_blocks import SuspectBlocks
+from vllm.v1.residual.changed_streams import ChangedStreams
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -46,8 +46,8 @@ class NonFiniteStreams:
     Part of the scheduler; used on the engine's thread only.
     """
 
-    def __init__(self, suspects: SuspectBlocks, cache: "KVCacheManager") -> None:
-        self._suspects = suspects
+    def __init__(self, changed: ChangedStreams, cache: "KVCacheManager") -> None:
+        self._changed = changed
         self._cache = cache
         self._block_ids: Callable[[str], BlockIds] = cache.get_block_ids
         self._ended: dict[str, BlockIds] = {}
@@ -66,7 +66,7 @@ class NonFiniteStreams:
             return True
         if not num_nans or not num_nans.get(req_id):
             return False
-        if not self._suspects.concerns(request):
+        if not self._changed.concerns(request):
             return False  # As upstream, which only counts it in its metrics.
         self._ended[req_id] = self._block_ids(req_id)
         return True

@@ -19,6 +19,6 @@ holds_changed_streams: bool = False
 if self.holds_changed_streams:
     return True
 """,
-        why="Upstream then sends new blocks to the workers, which clear suspect ones.",
+        why="Upstream then sends new blocks to the workers, which clear them.",
     ),
 ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.v1.capture.core import engine as capture
 from vllm.v1.hooks.core import engine as hooks
 from vllm.v1.readouts.core import engine as readouts
-from vllm.v1.residual import nonfinite_streams, suspect_blocks
+from vllm.v1.residual import changed_streams, nonfinite_streams
 from vllm.v1.residual.core import block_keys
 from vllm.v1.residual.core.messages import ModelFacts
 from vllm.v1.residual.core.scheduler import has_features
@@ -111,7 +111,7 @@ class CoreFeatures(NoCore):
         self._received = ReceivedVectors()
 
     def mark(self, config: "VllmConfig", kv_cache: Sequence["KVCacheConfig"]) -> None:
-        suspect_blocks.mark(config, kv_cache)
+        changed_streams.mark(config, kv_cache)
 
     def complete(self, request: "EngineCoreRequest") -> None:
         self._received.complete(request)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from vllm.v1.capture.core.scheduler import capture_scheduling, loadable_tokens
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.request import RequestStatus
+from vllm.v1.residual.changed_streams import ChangedStreams
 from vllm.v1.residual.core.block_keys import Weights, refresh
 from vllm.v1.residual.core.messages import RequestResults
 from vllm.v1.residual.nonfinite_streams import BlockIds, NonFiniteStreams
 from vllm.v1.residual.receipts import Fired
-from vllm.v1.residual.suspect_blocks import SuspectBlocks
 from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.core.receipts import note_receipt, take_receipt
 from vllm.v1.steering.core.scheduler import steering_scheduling, take_vectors_off
@@ -136,15 +136,14 @@ class Scheduling(NoScheduling):
     def __init__(self, scheduler: "Scheduler") -> None:
         """Start without requests; `scheduler` is complete but for this object."""
         config, blocks = scheduler.vllm_config, scheduler.kv_cache_config
-        self._block_ids = scheduler.kv_cache_manager.get_block_ids
         self.capture = capture_scheduling(config)
         self.readouts = ReadoutScheduling()
         self.steering = steering_scheduling(config)
-        self.suspects = SuspectBlocks(
+        self.changed_streams = ChangedStreams(
             blocks.has_mamba_layers or blocks.has_mixed_precision_kv_cache
         )
         self.nonfinite_streams = NonFiniteStreams(
-            self.suspects, scheduler.kv_cache_manager
+            self.changed_streams, scheduler.kv_cache_manager
         )
         self._fired: dict[str, str] = {}
         """By request, the stop reason of the readout that ends it in this step."""
@@ -158,7 +157,7 @@ class Scheduling(NoScheduling):
         self.capture.new_step()
         self.steering.new_step()
         if self.steering.tiers:
-            self.suspects.begin_all(running)
+            self.changed_streams.begin_all(running)
 
     def limit(self, request: "Request", computed: int, num_tokens: int) -> int:
         if not self.capture.counts:
@@ -179,16 +178,16 @@ class Scheduling(NoScheduling):
         self.scheduled(request, computed, num_tokens)
         self.capture.begins(request)
         self.steering.begin(request)
-        self.suspects.begin(request, self.steering.changes_all)
+        self.changed_streams.begin(request, self.steering.changes_all)
 
     def complete(self, output: "SchedulerOutput") -> None:
         take_vectors_off(output.scheduled_new_reqs)
-        to_clear = self.suspects.to_clear(output.new_block_ids_to_zero or [])
-        output.new_block_ids_to_zero = to_clear or None
+        if not self.changed_streams.clears:
+            output.new_block_ids_to_zero = None
         output.capture_ends = self.capture.take_ends()
         output.capture_reforwarded = self.capture.take_reforwarded()
         output.steering = self.steering.take_step()
-        output.checks_streams = self.suspects.any_running
+        output.checks_streams = self.changed_streams.any_running
 
     def note_step(self, output: "ModelRunnerOutput") -> None:
         self.steering.note_fired(output.fired)
@@ -242,15 +241,11 @@ class Scheduling(NoScheduling):
     def free(self, request: "Request") -> None:
         self.readouts.forget(request)
         self.steering.release(request)
-        self._end_stream(request)
+        self.changed_streams.end(request)
 
     def preempt(self, request: "Request") -> None:
-        self._end_stream(request)
+        self.changed_streams.end(request)
         self.steering.preempted(request)
-
-    def _end_stream(self, request: "Request") -> None:
-        if self.suspects.concerns(request):
-            self.suspects.end(request, self._block_ids(request.request_id))
 
     def continue_session(self, session: "Request") -> None:
         self.steering.continued(session)

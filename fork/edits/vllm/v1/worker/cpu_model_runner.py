@@ -25,6 +25,6 @@ self.residual = residual_open.open_residual_stream(
         scope="CPUModelRunner._zero_block_ids",
         anchor="FullAttentionSpec",
         by="AttentionSpec",
-        why="Suspect blocks may also belong to layers with a sliding window.",
+        why="Cleared blocks may also belong to layers with a sliding window.",
     ),
 ]

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clears KV cache blocks that may contain NaN or infinity before they are reused.
+"""Which requests change the stream; from the first on, new KV cache blocks are cleared.
 
 Attention reads the last block of a sequence as a whole and gives the entries past the
 end of the sequence the weight 0. Values that a former owner left there have no effect
 if they are finite, but 0 times NaN or infinity is NaN, and upstream's CPU attention
 carries that into the output of an unrelated request. Only vectors and embeddings sent
-by clients can make the stream of a healthy model overflow. A block that was allocated
-while such a request was running is therefore cleared before another request gets it.
+by clients can make the stream of a healthy model overflow.
 """
 
 from collections.abc import Iterable
@@ -18,21 +17,21 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class SuspectBlocks:
-    """The requests that change the stream, and the blocks that they may have written.
+class ChangedStreams:
+    """The requests that change the stream.
 
     Part of the scheduler; used on the engine's thread only.
     """
 
-    def __init__(self, clears_all: bool) -> None:
+    def __init__(self, clears: bool) -> None:
         """Start without requests.
 
         Args:
-            clears_all: whether upstream itself clears every newly allocated block.
+            clears: whether upstream itself clears every newly allocated block.
 
         """
-        self._clears_all = clears_all
-        self._blocks: set[int] = set()
+        self.clears = clears
+        """Whether newly allocated blocks must be cleared."""
         self._requests: set[str] = set()
 
     @property
@@ -47,7 +46,7 @@ class SuspectBlocks:
             params._steering is not None or params._hooks is not None
         )
         if for_all or steered or request.prompt_embeds is not None:
-            self._requests.add(request.request_id)
+            self.begin_all([request])
 
     def begin_all(self, running: Iterable["Request"]) -> None:
         """Mark all running requests, because global vectors were set.
@@ -55,27 +54,15 @@ class SuspectBlocks:
         They stay marked when the vectors are removed: their keys and values remain.
         """
         self._requests.update(request.request_id for request in running)
+        self.clears |= self.any_running
 
     def concerns(self, request: "Request") -> bool:
         """Whether the request has, or has had, vectors or embeddings."""
         return request.request_id in self._requests
 
-    def end(self, request: "Request", block_ids: Iterable[Iterable[int]]) -> None:
-        """Mark the blocks, by group of layers, of a request that frees them."""
-        if request.request_id in self._requests:
-            self._requests.discard(request.request_id)
-            self._blocks.update(*block_ids)
-
-    def to_clear(self, new: list[int]) -> list[int]:
-        """Which of the blocks allocated in this step must be cleared."""
-        found = new
-        if not self._clears_all:
-            found = [block for block in new if block in self._blocks]
-        if self._requests:
-            self._blocks.update(new)
-        else:
-            self._blocks.difference_update(found)
-        return found
+    def end(self, request: "Request") -> None:
+        """Forget a request that frees its blocks."""
+        self._requests.discard(request.request_id)
 
 
 def mark(vllm_config: "VllmConfig", configs: Iterable["KVCacheConfig"]) -> None:
