@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -6,9 +7,27 @@ from typing import Any
 import pytest
 
 from tests.v1.steering import _engine
+from vllm.entrypoints.cli.engine_command import (
+    OWN_COMMANDS,
+    EngineCommand,
+    check_own_options,
+)
 from vllm.steering.extract import CONSUMER
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo_model" / "weights"
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    """Run `vllm WORDS` in this process."""
+    argv = ["vllm", *map(str, words)]
+    monkeypatch.setattr(sys, "argv", argv)
+    check_own_options(argv)
+    parser = FlexibleArgumentParser()
+    subparsers = parser.add_subparsers(dest="subparser")
+    for command in OWN_COMMANDS:
+        command.subparser_init(subparsers)
+    EngineCommand.cmd(parser.parse_args())
 
 
 @pytest.fixture(scope="session")

@@ -2,17 +2,13 @@
 """`vllm probe` on the demo model: its commands share one engine."""
 
 import json
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.entrypoints.cli.conftest import DEMO
-from vllm.entrypoints.cli.engine_command import check_own_options
-from vllm.entrypoints.cli.probe.main import ProbeSubcommand
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from tests.entrypoints.cli.conftest import DEMO, run_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -34,12 +30,7 @@ def write(path: Path, names: tuple[str, ...]) -> Path:
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     """Run `vllm probe WORDS` in this process."""
-    argv = ["vllm", "probe", *map(str, words)]
-    monkeypatch.setattr(sys, "argv", argv)
-    check_own_options(argv)
-    parser = FlexibleArgumentParser()
-    ProbeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
-    ProbeSubcommand.cmd(parser.parse_args())
+    run_command(monkeypatch, "probe", *words)
 
 
 def test_a_probe_is_trained_measured_and_evaluated(

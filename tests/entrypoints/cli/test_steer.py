@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm.entrypoints.cli.engine_command import check_own_options, join_numbers
-from vllm.entrypoints.cli.steer.main import SteerSubcommand
+from tests.entrypoints.cli.conftest import DEMO, run_command
+from vllm.entrypoints.cli.engine_command import join_numbers
 from vllm.entrypoints.cli.steer.options import (
     parse_hook,
     parse_layers,
@@ -23,12 +23,10 @@ from vllm.entrypoints.cli.steer.options import (
 from vllm.steering.convert import read_vectors
 from vllm.steering.extract import CONSUMER
 from vllm.steering.vectors import vector_set
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.provenance import Provenance
 
 ROOT = Path(__file__).parents[3]
-DEMO = ROOT / "examples" / "demo_model" / "weights"
 CHEERFUL = "The sun shone, and everybody laughed. It was a wonderful day."
 GLOOMY = "The rain fell, and everybody wept. It was a dreadful day."
 PLACES = ["Anna went home.", "Max came to the harbour.", "Ben sat in the garden."]
@@ -37,13 +35,7 @@ PROMPT = "Anna went to the garden after lunch."
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     """Run `vllm steer WORDS` in this process."""
-    argv = ["vllm", "steer", *map(str, words)]
-    monkeypatch.setattr(sys, "argv", argv)
-    check_own_options(argv)
-    parser = FlexibleArgumentParser()
-    subparsers = parser.add_subparsers(dest="subparser")
-    SteerSubcommand().subparser_init(subparsers)
-    SteerSubcommand.cmd(parser.parse_args())
+    run_command(monkeypatch, "steer", *words)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +246,7 @@ def test_negative_numbers_are_no_options() -> None:
     assert join_numbers(words) == ["steer", "--scales=-0.5,1", "--seed", "-1"]
 
 
-def test_every_command_is_there(tmp_path: Path) -> None:
+def test_a_command_is_one_of_the_installed_program(tmp_path: Path) -> None:
     file = tmp_path / "v.safetensors"
     vector_set({(3, "post_block"): [3.0, 4.0]}).save(file)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "steer"]
@@ -262,11 +254,3 @@ def test_every_command_is_there(tmp_path: Path) -> None:
         [*command, "show", file], capture_output=True, text=True, check=True
     )
     assert "3  post_block  5\n" in done.stdout and "hidden_size: 2" in done.stdout
-    assert set(SteerSubcommand.commands) == {
-        "extract",
-        "apply",
-        "sweep",
-        "eval",
-        "convert",
-        "show",
-    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Subcommands that take the engine's options: of one action, or of several commands.
+"""Our subcommands, which take the engine's options: `vllm capture`, `vllm steer`, ...
 
 The options of such a command are its own and those of an engine. Upstream's modules
 take several seconds to import, so its own are checked, and listed by `--help`, before
@@ -13,14 +13,194 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from vllm.entrypoints.cli.types import CLISubcommand
 
-OWN_COMMANDS = ("capture", "check", "probe", "steer")
-"""Each is a package with a module `main`, in this folder."""
 EPILOG = """Options of the engine, such as --dtype or --readout-modules:
 vllm {words} --help=all lists them, vllm {words} --help=NAME explains one."""
+
+
+class Action(NamedTuple):
+    """One command, such as `vllm steer sweep`."""
+
+    summary: str
+    usage: str
+    """What stands before the options, and which are required."""
+    module: str
+    """In this package: its `add_arguments` declares the options, and `run` runs it and
+    returns the exit status, or None."""
+    engine_defaults: Mapping[str, Any] | None = None
+    """Defaults of an engine's options; None without such options."""
+
+    def add_parser(self, subparsers: Any, words: str, own: bool) -> Any:
+        """Add the command's parser without options."""
+        options: dict[str, Any] = {"epilog": EPILOG.format(words=words)}
+        if own:
+            options |= {"formatter_class": OptionHelp, "allow_abbrev": False}
+        parser = subparsers.add_parser(
+            words.split()[-1],
+            help=self.summary,
+            description=self.summary,
+            usage=f"vllm {words} {self.usage} [options]",
+            **options,
+        )
+        parser.set_defaults(command_words=words, command_module=self.module)
+        return parser
+
+    def add_options(self, parser: Any, only_own: bool) -> None:
+        """Add the options; those of an engine, which is slow, unless `only_own`."""
+        _module(self.module).add_arguments(parser)
+        if self.engine_defaults is None:
+            parser.epilog = None
+        elif only_own:
+            parser.add_argument("--model", help="Name or folder of the model.")
+        else:
+            from vllm.engine.arg_utils import EngineArgs
+
+            EngineArgs.add_cli_args(parser)
+            parser.set_defaults(**self.engine_defaults)
+
+
+class EngineCommand(CLISubcommand):
+    """A subcommand of one action, or of several commands."""
+
+    def __init__(
+        self, name: str, actions: Action | Mapping[str, Action], summary: str = ""
+    ) -> None:
+        """A subcommand; `summary` tells of several commands, `actions`, by name."""
+        self.name = name
+        self._actions = actions
+        self._summary = summary
+
+    def subparser_init(self, subparsers: Any, only_own: bool = False) -> Any:
+        """Add the parser, and options only of the command that is being run."""
+        called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
+        if isinstance(self._actions, Action):
+            parser = self._actions.add_parser(subparsers, self.name, only_own)
+            if called == self.name:
+                self._actions.add_options(parser, only_own)
+            return parser
+        parser = subparsers.add_parser(
+            self.name,
+            help=self._summary,
+            description=self._summary,
+            usage=f"vllm {self.name} {{{','.join(self._actions)}}} [options]",
+        )
+        commands = parser.add_subparsers(
+            required=True,
+            dest=f"{self.name}_command",
+            prog=f"vllm {self.name}",
+            metavar="COMMAND",
+        )
+        for name, action in self._actions.items() if called == self.name else ():
+            command = action.add_parser(commands, f"{self.name} {name}", only_own)
+            if name in sys.argv:
+                action.add_options(command, only_own)
+        return parser
+
+    @staticmethod
+    def cmd(args: argparse.Namespace) -> None:
+        """Run the command and exit; user errors are printed without a traceback."""
+        from vllm.exceptions import VLLMValidationError
+
+        try:
+            status = _module(args.command_module).run(args)
+        except VLLMValidationError as error:
+            status = f"vllm {args.command_words}: {error}"
+        if status is not None:
+            sys.exit(status)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+ENGINE: dict[str, Any] = {"model": None}
+EAGER = ENGINE | {"enforce_eager": True, "max_steering_configs": 16}
+"""The engine runs eagerly for a quick start."""
+
+OWN_COMMANDS = (
+    EngineCommand(
+        "capture",
+        Action(
+            "Capture the rows of many prompts into a data set.",
+            "SOURCE (--model M | --server URL) --out DIR",
+            "capture.options",
+            ENGINE,
+        ),
+    ),
+    EngineCommand(
+        "check",
+        Action(
+            "Compare a model's captured rows with the Transformers library.",
+            "MODEL",
+            "check.run",
+            ENGINE,
+        ),
+    ),
+    EngineCommand(
+        "probe",
+        {
+            "train": Action(
+                "Train a linear probe from labelled texts.",
+                "--model M --data FILE --out FILE",
+                "probe.train",
+                EAGER,
+            ),
+            "eval": Action(
+                "Measure a probe on labelled texts.",
+                "FILE --model M --data FILE",
+                "probe.eval",
+                EAGER,
+            ),
+        },
+        "Train and evaluate probes for readouts.",
+    ),
+    EngineCommand(
+        "steer",
+        {
+            "extract": Action(
+                "Extract vectors from pairs of contrasting texts.",
+                "--model M --pairs FILE --out FILE",
+                "steer.extract",
+                EAGER,
+            ),
+            "apply": Action(
+                "Generate without and with vectors, side by side.",
+                "--model M --vectors FILE --prompt TEXT",
+                "steer.apply",
+                EAGER,
+            ),
+            "sweep": Action(
+                "Try layers and coefficients; a table and a plot.",
+                "--model M --vectors FILE --prompt TEXT",
+                "steer.sweep",
+                EAGER,
+            ),
+            "eval": Action(
+                "Measure effect and damage against controls, and recommend a dose.",
+                "--model M --vectors FILE --pairs FILE --harmless FILE",
+                "steer.eval",
+                EAGER,
+            ),
+            "convert": Action(
+                "Convert vectors between forms, or scale them.",
+                "SOURCE TARGET",
+                "steer.convert",
+            ),
+            "show": Action(
+                "Show the content of a file of vectors.", "SOURCE", "steer.show"
+            ),
+        },
+        "Get steering vectors and try them out.",
+    ),
+)
+
+
+def cmd_init() -> tuple[EngineCommand, ...]:
+    """The subcommands of this module."""
+    return OWN_COMMANDS
 
 
 def check_own_options(argv: list[str]) -> None:
@@ -30,17 +210,16 @@ def check_own_options(argv: list[str]) -> None:
         argv: the command line; negative numbers are joined to their options.
 
     """
-    if len(argv) < 2 or argv[1] not in OWN_COMMANDS:
-        return
-    _quieten()
-    argv[:] = join_numbers(argv)
-    elsewhere = ("--config", "--help=")
-    if any(word.startswith(elsewhere) for word in argv):
-        return
-    (command,) = importlib.import_module(f"{__package__}.{argv[1]}.main").cmd_init()
-    parser = argparse.ArgumentParser(prog="vllm", add_help=False)
-    command.subparser_init(parser.add_subparsers(), only_own=True)
-    parser.parse_known_args(argv[1:])
+    for command in OWN_COMMANDS:
+        if argv[1:2] != [command.name]:
+            continue
+        _quieten()
+        argv[:] = join_numbers(argv)
+        if any(word.startswith(("--config", "--help=")) for word in argv):
+            return
+        parser = argparse.ArgumentParser(prog="vllm", add_help=False)
+        command.subparser_init(parser.add_subparsers(), only_own=True)
+        parser.parse_known_args(argv[1:])
 
 
 def _quieten() -> None:
@@ -78,102 +257,3 @@ class OptionHelp(argparse.HelpFormatter):
         if is_told or not plain or action.default == argparse.SUPPRESS:
             return text
         return f"{text} (default: %(default)s)"
-
-
-def _add_parser(
-    subparsers: Any, words: str, usage: str, summary: str, own: bool
-) -> Any:
-    """Add the parser of a command, such as `steer sweep`."""
-    options: dict[str, Any] = {"epilog": EPILOG.format(words=words)}
-    if own:
-        options |= {"formatter_class": OptionHelp, "allow_abbrev": False}
-    return subparsers.add_parser(
-        words.split()[-1],
-        help=summary,
-        description=summary,
-        usage=f"vllm {words} {usage}",
-        **options,
-    )
-
-
-def _add_options(parser: Any, module: str, only_own: bool) -> None:
-    """Add the options that a module declares, and those of an engine if it has one."""
-    declared = importlib.import_module(module)
-    declared.add_arguments(parser)
-    defaults = getattr(declared, "ENGINE_DEFAULTS", None)
-    if defaults is None:
-        parser.epilog = None
-    elif only_own:
-        parser.add_argument("--model", help="Name or folder of the model.")
-    else:
-        from vllm.engine.arg_utils import EngineArgs
-
-        EngineArgs.add_cli_args(parser)
-        parser.set_defaults(**defaults)
-
-
-class EngineCommand(CLISubcommand):
-    """Adds the parser of a subcommand, and its options only if it is being run."""
-
-    help: ClassVar[str]
-    usage: ClassVar[str]
-    """What follows `vllm` and the subcommand's name."""
-    options_module: ClassVar[str]
-    """The module whose `add_arguments` declares the options, and whose
-    `ENGINE_DEFAULTS` are defaults of those of an engine."""
-
-    def subparser_init(self, subparsers: Any, only_own: bool = False) -> Any:
-        """Add the parser, and its options if this is the command being run."""
-        parser = _add_parser(subparsers, self.name, self.usage, self.help, only_own)
-        called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-        if called == self.name:
-            # Adding the engine options is slow.
-            _add_options(parser, self.options_module, only_own)
-        return parser
-
-
-class CommandGroup(CLISubcommand):
-    """A subcommand whose commands are modules with `add_arguments` and `run`."""
-
-    help: ClassVar[str]
-    package: ClassVar[str]
-    """The package of the modules."""
-    commands: ClassVar[Mapping[str, str]]
-    """What each command does, by its name."""
-    operands: ClassVar[Mapping[str, str]] = {}
-    """What stands before the options, and which are required, by command."""
-
-    def subparser_init(self, subparsers: Any, only_own: bool = False) -> Any:
-        """Add the parser, and its commands if this is the subcommand being run."""
-        parser = subparsers.add_parser(
-            self.name,
-            help=self.help,
-            description=self.help,
-            usage=f"vllm {self.name} {{{','.join(self.commands)}}} [options]",
-        )
-        commands = parser.add_subparsers(
-            required=True,
-            dest=f"{self.name}_command",
-            prog=f"vllm {self.name}",
-            metavar="COMMAND",
-        )
-        called = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
-        for name, summary in self.commands.items() if called == self.name else ():
-            words, module = f"{self.name} {name}", f"{self.package}.{name}"
-            usage = f"{self.operands.get(name, '')} [options]".strip()
-            command = _add_parser(commands, words, usage, summary, only_own)
-            command.set_defaults(command_words=words, command_module=module)
-            # Adding the engine options is slow, and only one command runs.
-            if name in sys.argv:
-                _add_options(command, module, only_own)
-        return parser
-
-    @staticmethod
-    def cmd(args: argparse.Namespace) -> None:
-        """Run the command; user errors are printed without a traceback."""
-        from vllm.exceptions import VLLMValidationError
-
-        try:
-            importlib.import_module(args.command_module).run(args)
-        except VLLMValidationError as error:
-            sys.exit(f"vllm {args.command_words}: {error}")

@@ -22,8 +22,14 @@ from vllm.v1.residual.addresses import MLP_ADD, hook_name, parse_address
 from vllm.v1.residual.selectors import parse_positions
 from vllm.v1.residual.tap import HOOK_NAMES
 
-ENGINE_DEFAULTS = {"model": None}
 COMPRESSIONS = ("none", "zstd", "lz4")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect a data set and return the exit status."""
+    from vllm.entrypoints.cli.capture import run as command
+
+    return command.run(args)
 
 
 def add_arguments(parser: Any) -> None:

@@ -18,7 +18,6 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """By the engine's dtype, the largest allowed difference between a layer's rows and the
 library's in float32, relative to the norm of all its rows."""
 
-ENGINE_DEFAULTS = {"model": None}
 ENTERING, LEAVING = "pre_attn", "post_block"
 
 

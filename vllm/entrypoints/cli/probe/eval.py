@@ -7,9 +7,6 @@ from typing import Any
 
 from vllm.entrypoints.cli.probe.options import add_data_arguments, read_data
 from vllm.entrypoints.cli.steer.options import (
-    ENGINE_DEFAULTS as ENGINE_DEFAULTS,
-)
-from vllm.entrypoints.cli.steer.options import (
     started_engine,
 )
 from vllm.v1.readouts.errors import fail

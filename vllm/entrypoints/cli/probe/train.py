@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.probe.options import add_data_arguments, read_data
 from vllm.entrypoints.cli.steer.options import (
-    ENGINE_DEFAULTS as ENGINE_DEFAULTS,
-)
-from vllm.entrypoints.cli.steer.options import (
     add_hook_argument,
     add_layers_argument,
     resolve_address,

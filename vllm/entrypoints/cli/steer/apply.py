@@ -6,9 +6,6 @@ import shutil
 from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
-    ENGINE_DEFAULTS as ENGINE_DEFAULTS,
-)
-from vllm.entrypoints.cli.steer.options import (
     add_layers_argument,
     add_prompt_arguments,
     add_reading_arguments,

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.steer.options import (
-    ENGINE_DEFAULTS as ENGINE_DEFAULTS,
-)
-from vllm.entrypoints.cli.steer.options import (
     add_layers_argument,
     add_reading_arguments,
     parse_scales,

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
-    ENGINE_DEFAULTS as ENGINE_DEFAULTS,
-)
-from vllm.entrypoints.cli.steer.options import (
     add_hook_argument,
     add_layers_argument,
     resolve_address,

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from vllm.v1.steering.spec.files import Reading
 
 
-ENGINE_DEFAULTS = {"model": None, "enforce_eager": True, "max_steering_configs": 16}
-"""Of the engine's options; it runs eagerly for a quick start."""
-
-
 @contextmanager
 def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
     """Run the engine that the options describe; `fields` override arguments."""

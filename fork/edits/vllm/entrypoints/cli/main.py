@@ -18,14 +18,8 @@ check_own_options(sys.argv)
         scope="main",
         anchor='if sys.argv[1:2] != ["snapshot"]:',
         insert="""
-import vllm.entrypoints.cli.probe.main
-import vllm.entrypoints.cli.steer.main
-CMD_MODULES.append(vllm.entrypoints.cli.probe.main)
-CMD_MODULES.append(vllm.entrypoints.cli.steer.main)
-import vllm.entrypoints.cli.capture.main
-CMD_MODULES.append(vllm.entrypoints.cli.capture.main)
-import vllm.entrypoints.cli.check.main
-CMD_MODULES.append(vllm.entrypoints.cli.check.main)
+import vllm.entrypoints.cli.engine_command
+CMD_MODULES.append(vllm.entrypoints.cli.engine_command)
 """,
         why="Adds commands for vectors, probes, data sets and the comparison of rows "
         "with another library.",
