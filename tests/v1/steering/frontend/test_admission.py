@@ -145,8 +145,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {BASE: at({"op": "replace", "from": "run"})},
-        "send them as vectors",
-        "steering_vectors.post_attn.1",
+        "there are no modules here",
+        "steering_vectors.post_attn.1.from",
     ),
     (
         {BASE: at({"vector": ONE, "scale": BIG})},

@@ -82,23 +82,7 @@ def test_bad_options_are_refused(arguments: list[str], said: str) -> None:
 
 
 def test_engines_that_join_later_are_refused() -> None:
-    arguments: Any = SimpleNamespace(
-        enable_steering=True,
-        enable_elastic_ep=True,
-        max_steering_configs=1,
-        max_steering_ops=8,
-        steering_bank_mib=256,
-        vllm_lens_api=False,
-        allow_remote_code_hooks=False,
-        max_dynamic_steering_configs=None,
-        enable_declarative_gates=False,
-        enable_cross_layer_monitor=False,
-        enable_row_monitor=False,
-        declarative_probe_sites=None,
-        interp_engine_api=False,
-        steering_modules=None,
-        steering_api_key=None,
-    )
+    arguments = steering_arguments(enable_elastic_ep=True)
     with pytest.raises(SteeringValidationError, match="--enable-elastic-ep"):
         steering_config(arguments)
     arguments.enable_steering = False
