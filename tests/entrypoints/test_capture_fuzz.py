@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schemathesis import Case
 
-from tests.entrypoints.fuzz import body_of, drawn, only, status_of
 from tests.support.server import Server
-from vllm.entrypoints.serve.utils.residual_fields import FIELDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -41,7 +38,6 @@ class Watched:
 
     def __init__(self, server: Server, root: Path) -> None:
         self.server = server
-        self.description = server.get("/openapi.json").body
         self._root = root
         self._files = self._now()
 
@@ -76,29 +72,6 @@ def watched(capture_server: Server, capture_root: Path) -> Iterator[Watched]:
     found = Watched(capture_server, capture_root)
     yield found
     found.close()
-
-
-@pytest.mark.parametrize("path", ROUTES)
-def test_a_request_by_the_served_description_is_served_or_refused(
-    watched: Watched, path: str
-) -> None:
-    schema = only(body_of(watched.description, path), FIELDS)
-    components = watched.description["components"]
-
-    @quick
-    @given(case=drawn(path, schema, SMALL | ROUTES[path], components))
-    def check(case: Case) -> None:
-        status, text = status_of(case, watched.server.url)
-        assert status in (200, 400), text
-        if status == 400:
-            watched.check_refusal(text)
-            return
-        assert isinstance(case.body, dict)
-        asked = [name for name in FIELDS if case.body.get(name)]
-        how = {"capture_wait", "capture_stream", "conversation_id"}  # name no rows
-        assert set(asked) <= how, "what is asked for was not refused"
-
-    check()
 
 
 junk = st.recursive(

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.hf_reference import Reference, relative_error
 from tests.support.server import Server
+from vllm.entrypoints.serve.utils.residual_fields import FIELDS
 from vllm.v1.capture.consumers.filesystem import read_per_file, read_request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -243,3 +244,9 @@ def test_the_server_goes_on_after_refusals(server: Server) -> None:
     assert status == 200
     assert reply["capture_results"]["filesystem"]["status"] == "ok"
     assert server.get("/health").status == 200
+
+
+@pytest.mark.parametrize("kind", ["CompletionRequest", "ChatCompletionRequest"])
+def test_the_servers_description_has_our_fields(server: Server, kind: str) -> None:
+    schemas = server.get("/openapi.json").body["components"]["schemas"]
+    assert set(FIELDS) <= schemas[kind]["properties"].keys()

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steering routes give no server error and no partial change for any body.
-
-Schemathesis generates valid and invalid bodies from the served OpenAPI document.
-"""
+"""Steering routes give no server error and no partial change for any body."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import schemathesis
 from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schemathesis.checks import not_a_server_error
 
 from tests.entrypoints.test_steering_routes import VECTORS, application, post
 from tests.v1.steering._ranks import Core
@@ -24,10 +19,6 @@ from vllm.v1.steering.spec.entry import KEYS
 HEADERS = {"Authorization": "Bearer new"}
 core = Core()
 app = application(core, ["new"])
-schema = schemathesis.openapi.from_asgi("/openapi.json", app)
-# Generating every combination that the schema of vectors allows takes a minute; the
-# second test changes each place instead.
-schema.config.phases.coverage.enabled = False
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,18 +31,6 @@ def state() -> tuple[Any, Any, list[bytes]]:
     client = TestClient(app)
     told = [client.get(f"/v1/steering{what}").json() for what in ("", "/modules")]
     return told[0], told[1], core.content()
-
-
-@schema.parametrize()
-@settings(max_examples=20, deadline=None)
-def test_no_request_makes_a_server_error_or_half_a_change(case: Any) -> None:
-    before = state()
-    response = case.call(headers=HEADERS)
-    case.validate_response(response, checks=(not_a_server_error,))
-    if response.status_code >= 400:
-        assert state() == before
-    if response.status_code == 400:
-        assert response.json()["error"]["message"]
 
 
 JSON = st.recursive(

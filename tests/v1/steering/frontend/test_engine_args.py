@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import argparse
-from types import SimpleNamespace
 from typing import Any
 
 import pytest

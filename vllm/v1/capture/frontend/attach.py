@@ -14,7 +14,6 @@ from vllm.v1.capture.engine_args import ready_instances
 from vllm.v1.capture.frontend.admission import Admission, ReadoutPlanner
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.frontend.frontend import CaptureFrontend
-from vllm.v1.capture.frontend.request_ends import EndsSender
 from vllm.v1.capture.frontend.streaming import LiveRows
 from vllm.v1.capture.registry import build_consumer, check_folders
 from vllm.v1.engine import EngineCoreRequestType
@@ -27,22 +26,18 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-def open_for_engine(engine: "LLMEngine", readouts: ReadoutPlanner) -> NoCapture:
-    """The front end for an `LLMEngine`, whose core may run in this process."""
-    return _open(engine, readouts, _Sender(engine.engine_core), offline=engine)
-
-
-def open_for_async_engine(engine: "AsyncLLM", readouts: ReadoutPlanner) -> NoCapture:
-    """The front end for an `AsyncLLM`, whose core runs in other processes."""
-    return _open(engine, readouts, _AsyncSender(engine.engine_core))
-
-
-def _open(
-    engine: "LLMEngine | AsyncLLM",
-    readouts: ReadoutPlanner,
-    send: EndsSender,
-    offline: "LLMEngine | None" = None,
+def open_capture(
+    engine: "LLMEngine | AsyncLLM", readouts: ReadoutPlanner, offline: bool
 ) -> NoCapture:
+    """The front end of an engine.
+
+    Args:
+        engine: the engine.
+        readouts: plans the readouts of its requests.
+        offline: whether it is an `LLMEngine`, whose core may run in this process; the
+            core of an `AsyncLLM` runs in other ones.
+
+    """
     config = engine.vllm_config.capture_config
     if not config.enabled:
         return NO_CAPTURE
@@ -60,10 +55,10 @@ def _open(
     frontend = CaptureFrontend(
         engine.vllm_config,
         admission,
-        send,
-        LiveRows(admission.capabilities if offline is None else {}),
+        (_Sender if offline else _AsyncSender)(engine.engine_core),
+        LiveRows({} if offline else admission.capabilities),
         lambda: not getattr(resources, "engine_dead", False),
-        offline,
+        engine if offline else None,
     )
     weakref.finalize(engine, frontend.close)
     return frontend

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 logger = init_logger(__name__)
 
@@ -277,3 +279,17 @@ def _refusal(vllm_config: "VllmConfig") -> str:
             "the server with --enforce-eager, or VLLM_USE_V2_MODEL_RUNNER=1"
         )
     return ""
+
+
+def open_hooks(engine: "LLMEngine | AsyncLLM", offline: bool) -> NoHooks:
+    """Create the front end of an engine.
+
+    Args:
+        engine: the engine.
+        offline: whether it runs its caller's functions. The clients of a serving engine
+            are not trusted.
+
+    """
+    if not engine.vllm_config.steering_config.hooks:
+        return NO_HOOKS
+    return HookFrontend(engine.vllm_config, engine.engine_core, offline)

@@ -10,11 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.consumers.memory.api import kept_run
-from vllm.v1.capture.frontend import attach as capture_attaching
+from vllm.v1.capture.frontend.attach import open_capture
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.selectors import check_request_size
-from vllm.v1.hooks.frontend import attach as hooks_attaching
-from vllm.v1.hooks.frontend.frontend import NO_HOOKS, NoHooks
+from vllm.v1.hooks.frontend.frontend import NO_HOOKS, NoHooks, open_hooks
 from vllm.v1.readouts.engine_args import check_places
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.readouts.frontend.admission import refuse as refuse_readouts
@@ -29,7 +28,6 @@ from vllm.v1.steering.frontend.frontend import (
     NoSteering,
     SteeringControl,
 )
-from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.spec.arrays import as_array
 
 if TYPE_CHECKING:
@@ -189,51 +187,28 @@ class FrontEnd:
 NO_FRONT_END = FrontEnd()
 
 
-def open_front_end(engine: "LLMEngine") -> FrontEnd:
-    """Open the front end of an offline engine, whose core has started."""
-    readouts = _readouts(engine)
-    capture = capture_attaching.open_for_engine(engine, readouts)
-    return _shared(
-        engine,
-        FrontEnd(
-            capture,
-            hooks_attaching.open_for_engine(engine),
-            SteeringControl(engine, _named(engine), partial(kept_run, capture)),
-            readouts if engine.vllm_config.capture_config.enabled else None,
-        ),
-    )
+def open_front_end(engine: "LLMEngine | AsyncLLM", offline: bool = False) -> FrontEnd:
+    """Open the front end of an engine, whose core has started, for its processors.
 
+    Args:
+        engine: the engine.
+        offline: whether it is an `LLMEngine`; an `AsyncLLM` serves.
 
-def open_async_front_end(engine: "AsyncLLM") -> FrontEnd:
-    """Open the front end of a serving engine, whose core has started."""
-    readouts = _readouts(engine)
-    capture = capture_attaching.open_for_async_engine(engine, readouts)
-    runs = partial(kept_run, capture)
-    return _shared(
-        engine,
-        FrontEnd(
-            capture,
-            hooks_attaching.open_for_async_engine(engine),
-            async_frontend.open_control(engine, _named(engine), runs),
-            readouts if engine.vllm_config.capture_config.enabled else None,
-        ),
-    )
-
-
-def _readouts(engine: "LLMEngine | AsyncLLM") -> ReadoutAdmission:
+    """
     config = engine.vllm_config
     if config.capture_config.enabled or config.steering_config.enabled:
         check_places(config)
-    return ReadoutAdmission(config, as_array)
-
-
-def _named(engine: "LLMEngine | AsyncLLM") -> NamedFiles:
-    described = engine.vllm_config.readout_config.described
-    return named_files(lambda: described)
-
-
-def _shared(engine: "LLMEngine | AsyncLLM", opened: FrontEnd) -> FrontEnd:
-    """Have the engine's processors call the front end."""
+    readouts = ReadoutAdmission(config, as_array)
+    described = config.readout_config.described
+    named = named_files(lambda: described)
+    capture = open_capture(engine, readouts, offline)
+    control = SteeringControl if offline else async_frontend.open_control
+    opened = FrontEnd(
+        capture,
+        open_hooks(engine, offline),
+        control(engine, named, partial(kept_run, capture)),
+        readouts if config.capture_config.enabled else None,
+    )
     engine.input_processor.residual = engine.output_processor.residual = opened
     opened.publish(engine.logger_manager)
     return opened

@@ -37,7 +37,7 @@ get_steering = residual_methods.steering.async_get_steering
         scope="AsyncLLM.__init__",
         anchor="self._client_count = client_count",
         insert="""
-self.residual = residual_front_end.open_async_front_end(self)
+self.residual = residual_front_end.open_front_end(self)
 self.capture = self.residual.capture
 self.steering = self.residual.control
 self.hooks = self.residual.hooks

@@ -16,7 +16,7 @@ EDITS = [
     last(
         scope="LLMEngine.__init__",
         insert="""
-self.residual = open_front_end(self)
+self.residual = open_front_end(self, offline=True)
 self.capture = self.residual.capture
 self.steering = self.residual.control
 self.hooks = self.residual.hooks
