@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 
 from vllm.capture_dataset.readouts import ReadoutColumn
-from vllm.v1.capture.consumers.filesystem.store import Statistics
+from vllm.v1.capture.consumers.filesystem.store import Statistics, statistics_of
 
 if TYPE_CHECKING:
     from vllm.capture_dataset.dataset import CaptureDataset
@@ -147,21 +147,10 @@ class LayerView:
             ValueError: there are no rows.
 
         """
-        count, norms, largest = 0, 0.0, 0.0
-        total = torch.zeros(self._width, dtype=torch.float64)
-        squares = torch.zeros_like(total)
-        for block in self.blocks():
-            values = block.double()
-            count += len(values)
-            total += values.sum(dim=0)
-            squares += values.square().sum(dim=0)
-            norms += values.norm(dim=1).sum().item()
-            largest = max(largest, values.abs().max().item())
-        if not count:
+        found = statistics_of(self.blocks())
+        if found is None:
             raise ValueError("the data set has no rows yet")
-        mean = total / count
-        std = (squares / count - mean.square()).clamp(min=0).sqrt()
-        return Statistics(count, mean, std, norms / count, largest)
+        return found
 
     def _rows(self, start: int, stop: int) -> torch.Tensor:
         shard = int(np.searchsorted(self._first_rows, start, "right")) - 1

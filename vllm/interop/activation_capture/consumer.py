@@ -15,17 +15,12 @@ from vllm.interop.activation_capture.encoding import Array, Encoding
 from vllm.interop.activation_capture.variables import NAME
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace, path_part, publish
-from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.consumers.storage.options import Options
-from vllm.v1.capture.consumers.storage.sink import (
-    StorageLimits,
-    StorageSink,
-    default_buffer,
-    default_threads,
-)
+from vllm.v1.capture.consumers.storage.params import StorageParams
+from vllm.v1.capture.consumers.storage.sink import StorageSink
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
-from vllm.v1.capture.types import CaptureFinalize, CaptureResult, CaptureSpec
+from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 from vllm.v1.residual.plugin_errors import described
 
 if TYPE_CHECKING:
@@ -51,18 +46,10 @@ class ActivationFilesConsumer(StorageSink):
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._files = _Files.parse(params, vllm_config)
-        self._spec = global_spec({HOOK: "all"}, "all", vllm_config, WHERE)
-        limits = StorageLimits(
-            writer_threads=default_threads(None),
-            queue_size=1024,
-            timeout_seconds=60.0,
-            buffer_bytes=default_buffer(None, vllm_config),
+        shared = StorageParams(
+            root=self._files.root, global_hooks={HOOK: "all"}, global_positions="all"
         )
-        super().__init__(NAME, self._files.root, limits, self._files)
-
-    def global_capture_spec(self) -> CaptureSpec | None:
-        """Capture all positions of every layer."""
-        return self._spec
+        super().__init__(NAME, vllm_config, shared, self._files)
 
     def row_encoder(
         self, width: int, dtype: torch.dtype, device: torch.device

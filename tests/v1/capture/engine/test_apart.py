@@ -21,8 +21,13 @@ def test_drafts_that_are_known_on_the_device_only() -> None:
 
 def test_the_v2_runner() -> None:
     # Under Triton's interpreter, which must be chosen before vllm is imported.
-    names = ["rows_rule", "prefix_cache", "ends", "tight_memory"]
-    files = [f"{HERE}/test_{name}.py" for name in names]
+    files = [f"{HERE}/test_{name}.py" for name in ("rows_rule", "tight_memory")]
+    run_tests("-p", "tests.support.interpreted", "-k", "async", *files)
+
+
+@pytest.mark.soak
+def test_the_v2_runners_cache_and_ends() -> None:
+    files = [f"{HERE}/test_{name}.py" for name in ("prefix_cache", "ends")]
     run_tests("-p", "tests.support.interpreted", "-k", "async", *files)
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
-import transformers
 
 from tests.support import asynchronous
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import relative_error
-from tests.support.models import VOCABULARY, llama, save
-from vllm import LLM, SamplingParams
+from tests.support.models import llama
+from vllm import SamplingParams
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = pytest.mark.e2e
@@ -103,41 +102,3 @@ def test_a_bad_capture_is_refused_here(remote: CapturedEngine) -> None:
         remote.run([prompt(5)], bad)
     (output,) = remote.run([prompt(5, seed=630)], asking("all"))
     remote.check(output)
-
-
-@pytest.fixture(scope="module")
-def without_norm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """OPT that norms behind each sublayer has no norm before its head."""
-    config = transformers.OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        word_embed_proj_dim=64,
-        ffn_dim=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        do_layer_norm_before=False,
-    )
-    folder = save(config, tmp_path_factory.mktemp("opt"))
-    llm = LLM(
-        str(folder),
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_readouts=True,
-    )
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-
-
-def test_a_lens_that_the_head_cannot_answer_is_refused_at_admission(
-    without_norm: LLM,
-) -> None:
-    def run(readout: dict[str, object]) -> object:
-        params = SamplingParams(max_tokens=2, readouts={"r": readout}, detokenize=False)
-        (output,) = without_norm.generate([{"prompt_token_ids": [5, 6, 7]}], params)
-        return output.readouts["r"]  # type: ignore[attr-defined]
-
-    with pytest.raises(ValueError, match=r"readouts\.r\.kind.*norm comes before"):
-        run({"kind": "lens", "layers": [1]})
-    run({"kind": "norm", "hooks": {"post_block": [1]}})

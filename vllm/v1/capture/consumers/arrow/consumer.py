@@ -14,14 +14,8 @@ from vllm.v1.capture.consumers.storage.files import (
     place_of,
     places_of,
 )
-from vllm.v1.capture.consumers.storage.globals import global_spec
 from vllm.v1.capture.consumers.storage.shards import ShardSet
-from vllm.v1.capture.consumers.storage.sink import (
-    StorageLimits,
-    StorageSink,
-    default_buffer,
-    default_threads,
-)
+from vllm.v1.capture.consumers.storage.sink import StorageSink
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.errors import fail
@@ -48,23 +42,7 @@ class ArrowConsumer(StorageSink):
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = ArrowParams.parse(params)
-        self._spec = global_spec(
-            parsed.global_hooks,
-            parsed.global_positions,
-            vllm_config,
-            "capture_consumers.arrow",
-        )
-        limits = StorageLimits(
-            writer_threads=default_threads(parsed.writer_threads),
-            queue_size=parsed.queue_size,
-            timeout_seconds=parsed.timeout_seconds,
-            buffer_bytes=default_buffer(parsed.buffer_bytes, vllm_config),
-        )
-        super().__init__("arrow", parsed.root, limits, _Tables(parsed))
-
-    def global_capture_spec(self) -> CaptureSpec | None:
-        """The spec of `global_hooks` and `global_positions`."""
-        return self._spec
+        super().__init__("arrow", vllm_config, parsed, _Tables(parsed))
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Parse `hooks`, `positions`, `readouts`, `tag` and `request_id`.
@@ -106,7 +84,7 @@ class _Tables:
 
     def __init__(self, params: ArrowParams) -> None:
         self._params = params
-        self._tables = default_threads(params.writer_threads)
+        self._tables = params.num_threads
         self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
 
     def publish(self, request: StoredRequest, workspace: Workspace) -> None:

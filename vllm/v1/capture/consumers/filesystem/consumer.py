@@ -9,13 +9,7 @@ from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
 from vllm.v1.capture.consumers.storage.files import path_part, places_of
-from vllm.v1.capture.consumers.storage.globals import global_spec
-from vllm.v1.capture.consumers.storage.sink import (
-    StorageLimits,
-    StorageSink,
-    default_buffer,
-    default_threads,
-)
+from vllm.v1.capture.consumers.storage.sink import StorageSink
 from vllm.v1.capture.errors import fail
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
@@ -39,25 +33,8 @@ class FilesystemConsumer(StorageSink):
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = FilesystemParams.parse(params)
-        self._spec = global_spec(
-            parsed.global_hooks,
-            parsed.global_positions,
-            vllm_config,
-            "capture_consumers.filesystem",
-        )
-        limits = StorageLimits(
-            writer_threads=default_threads(parsed.writer_threads),
-            queue_size=parsed.queue_size,
-            timeout_seconds=parsed.timeout_seconds,
-            buffer_bytes=default_buffer(parsed.buffer_bytes, vllm_config),
-        )
-        super().__init__(
-            "filesystem", parsed.root, limits, Layouts(parsed, ShardedLayout(parsed))
-        )
-
-    def global_capture_spec(self) -> CaptureSpec | None:
-        """The spec of `global_hooks` and `global_positions`."""
-        return self._spec
+        layouts = Layouts(parsed, ShardedLayout(parsed))
+        super().__init__("filesystem", vllm_config, parsed, layouts)
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Parse a `FilesystemCaptureRequest`, or a dict with its fields.

@@ -18,7 +18,7 @@ from vllm.v1.capture.consumers.filesystem.layouts import (
     stage_suffix,
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.storage.files import Workspace, publish
+from vllm.v1.capture.consumers.storage.files import Workspace, move_to_new, publish
 from vllm.v1.capture.consumers.storage.shards import Shard, ShardKey, ShardSet
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
@@ -133,7 +133,7 @@ class FileShard(Shard):
                 continue  # A request's directory may have this name.
             # Another engine may use the same directory: the link is atomic.
             try:
-                _link(self._path, f"{base}.bin")
+                move_to_new(self._path, f"{base}.bin")
             except FileExistsError:
                 continue
             return base
@@ -150,20 +150,6 @@ class FileShard(Shard):
 
 def _end(entries: Iterable[dict[str, Any]]) -> int:
     return max((e["offset"] + e["nbytes"] for e in entries), default=0)
-
-
-def _link(aside: str, final: str) -> None:
-    """Like `publish`, but keeps the incomplete file if the name is taken."""
-    if os.path.lexists(final):
-        raise FileExistsError(final)
-    try:
-        os.link(aside, final)
-    except FileExistsError:
-        raise
-    except OSError:  # The file system does not support hard links.
-        os.rename(aside, final)
-    else:
-        os.unlink(aside)
 
 
 class ShardedLayout:

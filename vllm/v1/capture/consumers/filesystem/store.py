@@ -5,7 +5,7 @@ Opening a store only reads the indices. Rows are memory-mapped, and encoded rows
 decoded, when and as far as they are requested.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,24 @@ class Statistics:
     """The largest magnitude of any value."""
 
 
+def statistics_of(blocks: Iterable[torch.Tensor]) -> Statistics | None:
+    """Statistics of the rows in blocks `[rows, width]`; None if there are none."""
+    count, norms, largest = 0, 0.0, 0.0
+    total: Any = 0.0
+    squares: Any = 0.0
+    for values in map(torch.Tensor.double, blocks):
+        count += len(values)
+        total = total + values.sum(dim=0)
+        squares = squares + values.square().sum(dim=0)
+        norms += values.norm(dim=1).sum().item()
+        largest = max(largest, values.abs().max().item())
+    if not count:
+        return None
+    mean = total / count
+    std = (squares / count - mean.square()).clamp(min=0).sqrt()
+    return Statistics(count, mean, std, norms / count, largest)
+
+
 class CaptureStore:
     """All rows that a filesystem consumer has written to a root."""
 
@@ -202,22 +220,11 @@ class CaptureStore:
             ValueError: there are none.
 
         """
-        count, norms, largest = 0, 0.0, 0.0
-        total: Any = 0.0
-        squares: Any = 0.0
-        for stored in self.select(**which):
-            for block in stored.blocks():
-                values = block.double()
-                count += len(values)
-                total = total + values.sum(dim=0)
-                squares = squares + values.square().sum(dim=0)
-                norms += values.norm(dim=1).sum().item()
-                largest = max(largest, values.abs().max().item())
-        if not count:
+        chosen = self.select(**which)
+        found = statistics_of(block for rows in chosen for block in rows.blocks())
+        if found is None:
             raise ValueError(f"there is no row with {which}")
-        mean = total / count
-        std = (squares / count - mean.square()).clamp(min=0).sqrt()
-        return Statistics(count, mean, std, norms / count, largest)
+        return found
 
     def layer_cosines(
         self, request_id: str, hook: str, tag: str | None = None

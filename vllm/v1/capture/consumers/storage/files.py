@@ -193,7 +193,7 @@ def publish(aside: str, final: str | Path, *, replace: bool, fsync: bool) -> Non
         if replace:
             os.replace(aside, final)
         else:
-            _move_to_new(aside, final)
+            move_to_new(aside, final)
         if fsync:
             _sync_folder(os.path.dirname(final))
     except BaseException:
@@ -202,13 +202,19 @@ def publish(aside: str, final: str | Path, *, replace: bool, fsync: bool) -> Non
         raise
 
 
-def _move_to_new(aside: str, final: str | Path) -> None:
+def move_to_new(aside: str, final: str | Path) -> None:
+    """Rename a file to a name that is free, atomically where there are hard links.
+
+    Raises:
+        FileExistsError: the name is taken; the file is where it was.
+
+    """
     try:
         os.link(aside, final)
     except FileExistsError:
         raise
     except OSError:  # The file system does not support hard links.
-        if os.path.exists(final):
+        if os.path.lexists(final):
             raise FileExistsError(f"{final} exists already") from None
         os.rename(aside, final)
     else:

@@ -3,7 +3,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace
+from vllm.v1.capture.consumers.storage.globals import global_spec
+from vllm.v1.capture.consumers.storage.params import StorageParams
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task
 from vllm.v1.capture.delivery.spill import RowFiles
@@ -20,10 +21,9 @@ from vllm.v1.capture.types import (
     CaptureFinalize,
     CaptureKey,
     CaptureResult,
+    CaptureSpec,
 )
-from vllm.v1.residual.machine import memory_bytes, writer_threads
 from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.sizes import row_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,55 +32,11 @@ logger = init_logger(__name__)
 
 MIB = 1 << 20
 
-LEAST_BUFFER = 256 * MIB
-"""Minimum default of `buffer_bytes`."""
-MEMORY_SHARE = 8
-"""The default of `buffer_bytes` is at most the machine's memory divided by this."""
-REQUESTS_HELD = 4
-"""By default the buffer holds this many of the largest requests per writer thread."""
-
 SAID_SECONDS = 10.0
 """Minimum time between log messages about spilling."""
 
 TICK_SECONDS = 0.02
 """Period of the clock thread."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageLimits:
-    """The limits of a storage sink."""
-
-    writer_threads: int
-    """Maximum number of threads that encode and write."""
-    queue_size: int
-    """Maximum number of ended requests that wait for a thread."""
-    timeout_seconds: float
-    """Maximum time from the end of a request until its rows are written."""
-    buffer_bytes: int
-    """Maximum bytes of rows in memory, over all requests; more are spilled to disk."""
-
-
-def default_threads(given: int | None) -> int:
-    """The maximum number of writer threads: `given`, or a default if None."""
-    return writer_threads() if given is None else given
-
-
-def default_buffer(given: int | None, vllm_config: "VllmConfig | None") -> int:
-    """The size in bytes of the buffer for rows: `given`, or a default if None.
-
-    The default holds several of the largest requests per thread, but is at most an
-    eighth of the machine's memory.
-    """
-    if given is not None:
-        return given
-    most = max(memory_bytes() // MEMORY_SHARE, LEAST_BUFFER)
-    if vllm_config is None:
-        return most
-    model = vllm_config.model_config
-    layers = model.get_total_num_hidden_layers()
-    row = row_bytes(model)
-    request = model.max_model_len * layers * row
-    return min(max(REQUESTS_HELD * writer_threads() * request, LEAST_BUFFER), most)
 
 
 class Publisher(Protocol):
@@ -121,15 +77,26 @@ class StorageSink(GroupSink):
     batches_steps: ClassVar[bool] = True
 
     def __init__(
-        self, name: str, root: Path, limits: StorageLimits, publisher: Publisher
+        self,
+        name: str,
+        vllm_config: "VllmConfig | None",
+        params: StorageParams,
+        publisher: Publisher,
     ) -> None:
         self._name = name
-        self._limits = limits
+        self._spec = global_spec(
+            params.global_hooks,
+            params.global_positions,
+            vllm_config,
+            f"capture_consumers.{name}",
+        )
         self._publisher = publisher
-        self._budget = MemoryBudget(limits.buffer_bytes)
+        self._num_threads, self._queue_size = params.num_threads, params.queue_size
+        self._timeout = params.timeout_seconds
+        self._budget = MemoryBudget(params.buffer(vllm_config))
         self._requests: dict[str, StoredRequest] = {}
         self._lock = threading.Lock()
-        self._workspace = Workspace(root)
+        self._workspace = Workspace(params.root)
         # The instance in the front end only validates specs, so threads and
         # directories are created with the first row.
         self._executor: Executor | None = None
@@ -146,6 +113,10 @@ class StorageSink(GroupSink):
     def folder(self) -> Path:
         """The root directory, which no other instance may use."""
         return self._workspace.root
+
+    def global_capture_spec(self) -> CaptureSpec | None:
+        """The spec of `global_hooks` and `global_positions`."""
+        return self._spec
 
     # Rows, on the consumer's thread.
 
@@ -174,7 +145,7 @@ class StorageSink(GroupSink):
                 request.rows.add_group(item.taps, item.tensor)
             else:
                 request.rows.add(item.key[1:], item.tensor)
-        if self._budget.held > self._limits.buffer_bytes:
+        if self._budget.held > self._budget.limit:
             self._relieve({request.request_id for request in requests})
 
     def _request(self, request_id: str) -> StoredRequest:
@@ -200,7 +171,7 @@ class StorageSink(GroupSink):
             ]
         running.sort(key=lambda request: request.rows.memory_bytes, reverse=True)
         held = sum(request.rows.memory_bytes for request in running)
-        excess = held - self._limits.buffer_bytes // 2
+        excess = held - self._budget.limit // 2
         for request in running:
             if excess <= 0 or not request.rows.memory_bytes:
                 break
@@ -208,11 +179,11 @@ class StorageSink(GroupSink):
             request.spilling = True
             if not self._put(partial(self._spill, request)):
                 request.spilling = False
-        if not self._budget.wait(self._limits.timeout_seconds):
+        if not self._budget.wait(self._timeout):
             for request_id in latest:
                 self._lose(
                     self._request(request_id),
-                    f"the disk accepted no rows for {self._limits.timeout_seconds:g} s "
+                    f"the disk accepted no rows for {self._timeout:g} s "
                     "(timeout_seconds)",
                 )
 
@@ -253,7 +224,7 @@ class StorageSink(GroupSink):
             "buffer_bytes; raise it, or run fewer requests at a time",
             self._name,
             said // MIB,
-            self._limits.buffer_bytes // MIB,
+            self._budget.limit // MIB,
         )
 
     # The end of a request.
@@ -279,7 +250,7 @@ class StorageSink(GroupSink):
         if not self._put(partial(self._publish, request)):
             request.settle_error(
                 "the queue of requests to write stayed full for "
-                f"{self._limits.timeout_seconds:g} s (timeout_seconds)"
+                f"{self._timeout:g} s (timeout_seconds)"
             )
             self._budget.release(request.rows.discard())
 
@@ -287,7 +258,7 @@ class StorageSink(GroupSink):
         if self._executor is None:  # The workspace could not be opened.
             task()
             return True
-        return self._executor.put(task, self._limits.timeout_seconds)
+        return self._executor.put(task, self._timeout)
 
     def _publish(self, request: StoredRequest) -> None:
         try:
@@ -313,7 +284,7 @@ class StorageSink(GroupSink):
 
     def get_result(self, key: CaptureKey) -> CaptureResult | None:
         """The result of a finalized key, which is waited for and then removed."""
-        return self.wait_for_result(key, self._limits.timeout_seconds + 5)
+        return self.wait_for_result(key, self._timeout + 5)
 
     def wait_for_result(self, key: CaptureKey, timeout: float) -> CaptureResult | None:
         """The result of a key, which is removed; None after `timeout` seconds."""
@@ -343,8 +314,8 @@ class StorageSink(GroupSink):
         else:
             self._executor = Executor(
                 f"capture-{self._name}-writer",
-                self._limits.writer_threads,
-                self._limits.queue_size,
+                self._num_threads,
+                self._queue_size,
             )
         self._clock = threading.Thread(
             target=self._run_clock, name=f"capture-{self._name}-clock", daemon=True
@@ -370,10 +341,9 @@ class StorageSink(GroupSink):
             self._complete_due(now, closing=False, running=running)
             for request in pending:
                 assert request.ended_at is not None
-                if now - request.ended_at > self._limits.timeout_seconds:
+                if now - request.ended_at > self._timeout:
                     request.give_up(
-                        f"not written within {self._limits.timeout_seconds:g} s "
-                        "(timeout_seconds)"
+                        f"not written within {self._timeout:g} s (timeout_seconds)"
                     )
 
     def _complete_due(self, now: float, closing: bool, running: bool) -> None:
