@@ -51,6 +51,7 @@ def open_capture(
     }
     admission = Admission(engine.vllm_config, consumers, points, readouts)
     check_folders(admission.capabilities)
+    offline_engine: Any = engine if offline else None
     resources = getattr(engine.engine_core, "resources", None)
     frontend = CaptureFrontend(
         engine.vllm_config,
@@ -58,7 +59,7 @@ def open_capture(
         (_Sender if offline else _AsyncSender)(engine.engine_core),
         LiveRows({} if offline else admission.capabilities),
         lambda: not getattr(resources, "engine_dead", False),
-        engine if offline else None,
+        offline_engine,
     )
     weakref.finalize(engine, frontend.close)
     return frontend

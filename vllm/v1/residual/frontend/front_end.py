@@ -202,7 +202,7 @@ def open_front_end(engine: "LLMEngine | AsyncLLM", offline: bool = False) -> Fro
     described = config.readout_config.described
     named = named_files(lambda: described)
     capture = open_capture(engine, readouts, offline)
-    control = SteeringControl if offline else async_frontend.open_control
+    control: Any = SteeringControl if offline else async_frontend.open_control
     opened = FrontEnd(
         capture,
         open_hooks(engine, offline),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def global_spec(
-    hooks: Any, positions: Any, vllm_config: "VllmConfig", where: str
+    hooks: Any, positions: Any, vllm_config: "VllmConfig | None", where: str
 ) -> CaptureSpec | None:
     """Parse `global_hooks` and `global_positions`.
 
