@@ -2,9 +2,6 @@
 """Command-line options and engine arguments for readouts and SAEs."""
 
 import argparse
-import json
-import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +19,7 @@ from vllm.v1.residual.addresses import MLP_ADD
 from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.residual.model_identity import identity_of_config
 from vllm.v1.residual.module_info import ModuleInfo
+from vllm.v1.residual.named_paths import named_paths
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
 
@@ -67,8 +65,8 @@ def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutCo
         ReadoutValidationError: an option or a file is invalid.
 
     """
-    modules = _named(args.readout_modules, "--readout-modules", "readout_modules")
-    saes = _named(args.sae, "--sae", "sae")
+    modules = named_paths(args.readout_modules, "--readout-modules", fail)
+    saes = named_paths(args.sae, "--sae", fail)
     if both := sorted(modules.keys() & saes.keys()):
         raise fail(
             f"--sae {both[0]!r}: a readout module has this name; give one of them "
@@ -161,39 +159,3 @@ def check_places(config: "VllmConfig") -> None:
     points = config.capture_config.hook_points or {}
     for info in config.readout_config.described.values():
         check_place(ModuleInfo(**info), points)
-
-
-def _named(given: Any, option: str, parameter: str) -> dict[str, str]:
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return {str(name): os.fspath(path) for name, path in given.items()}
-    texts = [given] if isinstance(given, str) else list(given)
-    if len(texts) == 1 and str(texts[0]).startswith("{"):
-        return _from_object(str(texts[0]), option, parameter)
-    found: dict[str, str] = {}
-    for text in texts:
-        name, equals, path = str(text).partition("=")
-        if not name or not equals or not path:
-            raise fail(f"{option} {text!r}: expected NAME=PATH", parameter, text)
-        if name in found:
-            raise fail(f"{option}: {name!r} is given twice", parameter, text)
-        found[name] = path
-    return found
-
-
-def _from_object(text: str, option: str, parameter: str) -> dict[str, str]:
-    """Parse a JSON object of names and paths, as a configuration file gives it."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(
-        isinstance(path, str) and name and path for name, path in found.items()
-    ):
-        raise fail(
-            f"{option} {text!r}: expected NAME=PATH, or an object of names and paths",
-            parameter,
-            text,
-        )
-    return found

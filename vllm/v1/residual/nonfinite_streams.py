@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -121,60 +120,26 @@ def describe(met: Sequence[Finiteness]) -> str:
     return f"{reached}; the input of that of layer {before} was finite"
 
 
-def is_nonfinite(output: "RequestOutput") -> bool:
-    """Whether an output ends a request with this error; called for every output."""
-    return any(
-        sample.finish_reason == "error" and _reason(sample) is not None
-        for sample in output.outputs
-    )
-
-
-async def raise_error(
-    engine: "AsyncLLM", request_id: str, output: "RequestOutput", params: Any
-) -> None:
-    """Abort the request's other samples and raise its error.
+def error_in(output: "RequestOutput", parameter: str) -> NonFiniteStreamError | None:
+    """The error of a request that this has ended; None for other outputs.
 
     Args:
-        engine: the engine of this front end.
-        request_id: the internal id of the request.
-        output: the output for which `is_nonfinite` is true.
-        params: the sampling parameters that the client sent.
-
-    Raises:
-        NonFiniteStreamError: always; names the parameter and the layer.
+        output: an output of the request.
+        parameter: the field whose values are too large, for the message.
 
     """
-    await engine.abort(request_id, internal=True)  # Other samples may be in flight.
-    engine.capture.refused(output)
-    raise _error_in(output, params)
-
-
-def _error_in(output: "RequestOutput", params: Any) -> NonFiniteStreamError:
-    reason = next(filter(None, map(_reason, output.outputs)))
-    given = (
-        name
-        for name in (
-            "steering_vectors",
-            "prefill_steering_vectors",
-            "decode_steering_vectors",
-            "steering_clamps",
-            "prefill_steering_clamps",
-            "decode_steering_clamps",
-            "steering_name",
-            "steering_module_ref",
-        )
-        if getattr(params, name) is not None
-    )
-    name = next(given, "prompt")
+    reason = next(filter(None, map(_reason, output.outputs)), None)
+    if reason is None:
+        return None
     return NonFiniteStreamError(
-        f"{name}: {MARK}{reason}. The values are too large for this model: use "
+        f"{parameter}: {MARK}{reason}. The values are too large for this model: use "
         "smaller vectors, scales or embeddings",
-        parameter=name,
+        parameter=parameter,
     )
 
 
 def _reason(sample: "CompletionOutput") -> str | None:
-    if not isinstance(sample.stop_reason, str):
+    if sample.finish_reason != "error" or not isinstance(sample.stop_reason, str):
         return None
     mark, _, reason = sample.stop_reason.partition(MARK)
     return reason if not mark else None

@@ -19,7 +19,7 @@ from vllm.v1.steering.core.engine import (
     set_steering,
 )
 from vllm.v1.steering.core.prefix_cache import EngineSteering
-from vllm.v1.steering.core.refusals import is_refused, refusal_in
+from vllm.v1.steering.core.refusals import refusal_in
 from vllm.v1.steering.core.scheduler import SteeringScheduling
 from vllm.v1.steering.errors import SteeringChangeError, SteeringValidationError
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack
@@ -117,7 +117,6 @@ class Answering(Core):
         assert one.finish_reason is FinishReason.ERROR
         sample = SimpleNamespace(finish_reason="error", stop_reason=one.stop_reason)
         output: Any = SimpleNamespace(outputs=[sample])
-        assert is_refused(output)
         self.refused.append((client, str(refusal_in(output, "steering_name"))))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.entrypoints.cli.probe.options import add_data_arguments, read_data
 from vllm.entrypoints.cli.steer.options import (
+    add_shared,
     started_engine,
 )
 from vllm.v1.readouts.errors import fail
@@ -18,12 +19,7 @@ def add_arguments(parser: Any) -> None:
     """Add the options."""
     parser.add_argument("probe", type=Path, metavar="FILE", help="The probe's file.")
     add_data_arguments(parser)
-    parser.add_argument(
-        "--position",
-        choices=("last", "mean"),
-        default="last",
-        help="A text's value: that of its last token, or the mean over all tokens.",
-    )
+    add_shared(parser, "--position")
     parser.add_argument(
         "--threshold",
         type=float,

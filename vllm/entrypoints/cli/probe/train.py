@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.probe.options import add_data_arguments, read_data
 from vllm.entrypoints.cli.steer.options import (
-    add_hook_argument,
-    add_layers_argument,
+    add_shared,
+    check_out,
     resolve_address,
     started_engine,
 )
@@ -30,26 +30,12 @@ templates do. Hold out whole groups (--group COLUMN), or texts of another file
 def add_arguments(parser: Any) -> None:
     """Add the options."""
     add_data_arguments(parser)
-    parser.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="Output file, which ends in .safetensors.",
-    )
-    add_hook_argument(parser)
-    add_layers_argument(parser)
+    add_shared(parser, "--out", "--hook", "--layers", "--position", "--plot")
     parser.add_argument(
         "--method",
         choices=("logistic", "mass-mean"),
         default="logistic",
         help="Logistic regression, or the difference of the means.",
-    )
-    parser.add_argument(
-        "--position",
-        choices=("last", "mean"),
-        default="last",
-        help="A text's row: that of its last token, or the mean over all tokens.",
     )
     parser.add_argument(
         "--held-out",
@@ -66,12 +52,6 @@ def add_arguments(parser: Any) -> None:
         "template, are held out together. The two texts of a pair always are.",
     )
     parser.add_argument("--penalty", type=float, default=1.0, help="Of logistic.")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="Picture of all layers, such as a.png.",
-    )
 
 
 def _held_out(text: str) -> float | Path:
@@ -118,12 +98,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.out.suffix != ".safetensors" or not args.out.absolute().parent.is_dir():
-        raise fail(
-            f"out: {str(args.out)!r} must end in .safetensors, in an existing folder",
-            "out",
-            str(args.out),
-        )
+    check_out(args, fail)
     if not 0 <= args.penalty < float("inf"):
         raise fail("penalty must be a finite number from 0", "penalty", args.penalty)
     resolve_address(args)

@@ -6,10 +6,10 @@ import shutil
 from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
-    add_layers_argument,
     add_prompt_arguments,
     add_reading_arguments,
     add_scales_argument,
+    add_shared,
     prompts_of,
     reading_of,
     sampling_of,
@@ -19,9 +19,8 @@ from vllm.entrypoints.cli.steer.options import (
 
 def add_arguments(parser: Any) -> None:
     """Add the options."""
-    parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
+    add_shared(parser, "--vectors", "--layers")
     add_scales_argument(parser, "1")
-    add_layers_argument(parser)
     add_prompt_arguments(parser)
     add_reading_arguments(parser)
 

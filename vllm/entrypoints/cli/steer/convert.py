@@ -5,8 +5,8 @@ import argparse
 from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
-    add_layers_argument,
     add_reading_arguments,
+    add_shared,
     reading_of,
 )
 
@@ -19,7 +19,7 @@ def add_arguments(parser: Any) -> None:
         "SAE's folder.",
     )
     parser.add_argument("target", help="Output file; its ending determines the form.")
-    add_layers_argument(parser)
+    add_shared(parser, "--layers")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="Multiply the vectors by this factor."
     )

@@ -3,12 +3,11 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.steer.options import (
-    add_layers_argument,
     add_reading_arguments,
+    add_shared,
     parse_scales,
     reading_of,
     started_engine,
@@ -24,7 +23,7 @@ DOSES = "0.05,0.1,0.2,0.4"
 
 def add_arguments(parser: Any) -> None:
     """Add the options."""
-    parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
+    add_shared(parser, "--vectors", "--layers", "--plot", "--json")
     parser.add_argument(
         "--pairs",
         required=True,
@@ -56,11 +55,6 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=40, help="Most tokens of an answer."
     )
-    add_layers_argument(parser)
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="Plot to write, such as eval.png."
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="All numbers.")
     judge = parser.add_argument_group("judge", "A language model that rates answers.")
     judge.add_argument(
         "--judge", metavar="URL", help="URL of an OpenAI-compatible server."

@@ -2,12 +2,11 @@
 """`vllm steer extract`."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
-    add_hook_argument,
-    add_layers_argument,
+    add_shared,
+    check_out,
     resolve_address,
     started_engine,
 )
@@ -22,27 +21,13 @@ def add_arguments(parser: Any) -> None:
         metavar="FILE",
         help='JSON Lines of {"positive": ..., "negative": ...}, texts or chats.',
     )
-    parser.add_argument(
-        "--out",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="Output file, which ends in .safetensors.",
-    )
-    add_hook_argument(parser)
-    add_layers_argument(parser)
+    add_shared(parser, "--out", "--hook", "--layers", "--position")
     parser.add_argument(
         "--method",
         choices=("mean", "pca"),
         default="mean",
         help="mean: mean of the differences. pca: their first principal component, "
         "scaled to the mean difference along it.",
-    )
-    parser.add_argument(
-        "--position",
-        choices=("last", "mean"),
-        default="last",
-        help="Use a text's last token, or the mean of all tokens.",
     )
 
 
@@ -54,13 +39,7 @@ def run(args: argparse.Namespace) -> None:
 
     resolve_address(args)
     pairs = read_pairs(args.pairs)
-    if args.out.suffix != ".safetensors" or not args.out.absolute().parent.is_dir():
-        raise fail(
-            f"out: {str(args.out)!r} must end in .safetensors, in an existing folder; "
-            "vllm steer convert writes other forms",
-            "out",
-            str(args.out),
-        )
+    check_out(args, fail, "; vllm steer convert writes other forms")
     needs_mlp = args.hook.startswith("mlp")
     fields = {"mlp_hook_points": True} if needs_mlp else {}
     with started_engine(args, capture_consumers=[CONSUMER], **fields) as llm:

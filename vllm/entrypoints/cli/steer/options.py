@@ -6,9 +6,11 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.residual.addresses import MLP_ADD, hook_name, parse_address
+from vllm.v1.residual.numbers import Fail
 from vllm.v1.residual.tap import HOOK_NAMES
 from vllm.v1.steering.errors import fail
 
@@ -63,17 +65,6 @@ def parse_hook(text: str) -> str:
     return name
 
 
-def add_hook_argument(parser: Any) -> None:
-    """Add the option `--hook` of a command that has `--layers`."""
-    parser.add_argument(
-        "--hook",
-        type=parse_hook,
-        default="post_block",
-        help=f"The hook point: {', '.join(HOOK_NAMES)}, or an address with its layer, "
-        "such as resid_post.3.",
-    )
-
-
 def resolve_address(args: argparse.Namespace) -> None:
     """Replace an address in `args.hook` by its hook point and `args.layers`.
 
@@ -92,17 +83,6 @@ def resolve_address(args: argparse.Namespace) -> None:
             args.layers,
         )
     args.layers, args.hook = [tap[0]], tap[1]
-
-
-def add_layers_argument(parser: Any) -> None:
-    """Add the option `--layers`."""
-    parser.add_argument(
-        "--layers",
-        type=parse_layers,
-        default=None,
-        metavar="L,L-L,...",
-        help="Layers, counted from 0, such as 3 or 2,4-6; all by default.",
-    )
 
 
 def parse_layers(text: str) -> list[int] | None:
@@ -125,6 +105,62 @@ def parse_layers(text: str) -> list[int] | None:
             raise argparse.ArgumentTypeError(f"{part!r} is a descending range")
         layers.update(range(start, stop + 1))
     return sorted(layers)
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "--vectors": {"required": True, "metavar": "FILE", "help": "Any form."},
+    "--hook": {
+        "type": parse_hook,
+        "default": "post_block",
+        "help": f"The hook point: {', '.join(HOOK_NAMES)}, or an address with its "
+        "layer, such as resid_post.3.",
+    },
+    "--layers": {
+        "type": parse_layers,
+        "metavar": "L,L-L,...",
+        "help": "Layers, counted from 0, such as 3 or 2,4-6; all by default.",
+    },
+    "--position": {
+        "choices": ("last", "mean"),
+        "default": "last",
+        "help": "A text's row, or value: that of its last token, or the mean over all "
+        "tokens.",
+    },
+    "--out": {
+        "required": True,
+        "type": Path,
+        "metavar": "FILE",
+        "help": "Output file, which ends in .safetensors.",
+    },
+    "--plot": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "Plot to write, such as a.png.",
+    },
+    "--json": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "File for all numbers, and texts.",
+    },
+}
+"""Options of several commands."""
+
+
+def add_shared(parser: Any, *names: str) -> None:
+    """Add options of `SHARED`."""
+    for name in names:
+        parser.add_argument(name, **SHARED[name])
+
+
+def check_out(args: argparse.Namespace, fail: Fail, advice: str = "") -> None:
+    """Refuse an `--out` that is no new file of tensors in an existing folder."""
+    if args.out.suffix != ".safetensors" or not args.out.absolute().parent.is_dir():
+        raise fail(
+            f"out: {str(args.out)!r} must end in .safetensors, in an existing folder"
+            f"{advice}",
+            "out",
+            str(args.out),
+        )
 
 
 def add_scales_argument(parser: Any, default: str) -> None:

@@ -3,14 +3,13 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
-    add_layers_argument,
     add_prompt_arguments,
     add_reading_arguments,
     add_scales_argument,
+    add_shared,
     prompts_of,
     reading_of,
     sampling_of,
@@ -20,9 +19,8 @@ from vllm.entrypoints.cli.steer.options import (
 
 def add_arguments(parser: Any) -> None:
     """Add the options."""
-    parser.add_argument("--vectors", required=True, metavar="FILE", help="Any form.")
+    add_shared(parser, "--vectors", "--layers", "--plot", "--json")
     add_scales_argument(parser, "-2,-1,-0.5,0,0.5,1,2")
-    add_layers_argument(parser)
     parser.add_argument(
         "--score",
         metavar="FILE.py:FUNCTION",
@@ -34,12 +32,6 @@ def add_arguments(parser: Any) -> None:
         type=int,
         default=1,
         help="Samples per prompt; needs --temperature.",
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="Plot to write, such as sweep.png."
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="File for numbers and texts."
     )
     add_prompt_arguments(parser)
     add_reading_arguments(parser)

@@ -21,8 +21,9 @@ from vllm.v1.residual import nonfinite_streams
 from vllm.v1.residual.engine_stop import log_end as log_end
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.frontend.results import results_of
-from vllm.v1.steering.core import refusals
+from vllm.v1.steering.core.refusals import refusal_in
 from vllm.v1.steering.frontend import async_frontend
+from vllm.v1.steering.frontend.admission import request_fields
 from vllm.v1.steering.frontend.frontend import (
     NO_STEERING_FRONTEND,
     NoSteering,
@@ -155,14 +156,24 @@ class FrontEnd:
             HookError: a function has failed.
 
         """
-        if refusals.is_refused(output):
-            await async_frontend.raise_refusal(engine, request_id, output, params)
-        if nonfinite_streams.is_nonfinite(output):
-            await nonfinite_streams.raise_error(engine, request_id, output, params)
+        if any([sample.finish_reason == "error" for sample in output.outputs]):
+            await self._raise_error(engine, request_id, output, params)
         if output.capture_id is not None:
             await self.capture.complete(output, params)
         if output.hooks_key is not None and output.finished:
             await self.hooks.complete_async(output)
+
+    async def _raise_error(
+        self, engine: "AsyncLLM", request_id: str, output: "RequestOutput", params: Any
+    ) -> None:
+        given = [name for name in request_fields() if getattr(params, name) is not None]
+        error: Exception | None = refusal_in(output, *given[:1] or ["steering_vectors"])
+        error = error or nonfinite_streams.error_in(output, *given[:1] or ["prompt"])
+        if error is not None:
+            # Other samples may be in flight.
+            await engine.abort(request_id, internal=True)
+            self.capture.refused(output)
+            raise error
 
     def publish(self, manager: "StatLoggerManager | None") -> None:
         """Export the metrics, if the engine does."""

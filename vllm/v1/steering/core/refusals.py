@@ -72,26 +72,19 @@ def refuse_worker_call(method: object) -> None:
         )
 
 
-def is_refused(output: "RequestOutput") -> bool:
-    """Whether an output reports that the engine core has refused its request.
-
-    Called for every output, so it must be fast.
-    """
-    for sample in output.outputs:
-        if sample.finish_reason == "error" and _reason(sample) is not None:
-            return True
-    return False
-
-
-def refusal_in(output: "RequestOutput", parameter: str) -> SteeringValidationError:
-    """The error that the output of a refused request reports.
+def refusal_in(
+    output: "RequestOutput", parameter: str
+) -> SteeringValidationError | None:
+    """The error of a request that the engine core has refused; None for other outputs.
 
     Args:
         output: the output of the request or of one of its samples.
         parameter: the request field that asked for steering, for the message.
 
     """
-    message = next(filter(None, map(_reason, output.outputs)))
+    message = next(filter(None, map(_reason, output.outputs)), None)
+    if message is None:
+        return None
     return SteeringValidationError(f"{parameter}: {message}", parameter=parameter)
 
 

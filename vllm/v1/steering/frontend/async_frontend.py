@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.residual.bounds import count_values
-from vllm.v1.steering.core.refusals import refusal_in
 from vllm.v1.steering.frontend.admission import REQUEST_FIELDS, request_fields
 from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.frontend.frontend import (
@@ -29,7 +28,6 @@ from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.spec.sources import Runs
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
@@ -168,24 +166,3 @@ def open_control(
     several = engine.vllm_config.parallel_config._api_process_count > 1
     engines = Engines(engine.engine_core)
     return AsyncSteeringControl(open_frontend(engine, named, runs), engines, several)
-
-
-async def raise_refusal(
-    engine: "AsyncLLM", request_id: str, output: "RequestOutput", params: Any
-) -> None:
-    """Raise the error of a request that the engine core has refused to steer.
-
-    Args:
-        engine: the engine of this front end.
-        request_id: the engine's internal id of the request.
-        output: the output that reports the refusal.
-        params: the parameters that the client has sent.
-
-    Raises:
-        SteeringValidationError: always, with the engine core's reason.
-
-    """
-    await engine.abort(request_id, internal=True)  # Other samples may be in flight.
-    engine.capture.refused(output)
-    given = (name for name in request_fields() if getattr(params, name) is not None)
-    raise refusal_in(output, next(given, "steering_vectors"))

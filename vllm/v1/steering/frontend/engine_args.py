@@ -2,14 +2,13 @@
 """Command-line options and engine arguments of steering."""
 
 import argparse
-import json
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.config.steering import MAX_DYNAMIC, SteeringConfig
 from vllm.logger import init_logger
+from vllm.v1.residual.named_paths import named_paths
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.early_files import check_files
 from vllm.v1.steering.frontend.named import NamedFiles
@@ -148,7 +147,7 @@ def steering_config(
         or args.enable_patching
     )
     _check_switches(args, enabled)
-    modules = _modules(args.steering_modules)
+    modules = named_paths(args.steering_modules, "--steering-modules", fail)
     keys = given_values(args.steering_api_key)
     if not enabled:
         for name, value in (("modules", modules), ("api-key", keys)):
@@ -158,24 +157,10 @@ def steering_config(
                     f"steering_{name.replace('-', '_')}",
                     list(modules) if name == "modules" else "(given)",
                 )
-    if args.max_steering_configs < 1:
-        raise fail(
-            "--max-steering-configs must be at least 1",
-            "max_steering_configs",
-            args.max_steering_configs,
-        )
-    if args.max_patch_slots < 1:
-        raise fail(
-            "--max-patch-slots must be at least 1",
-            "max_patch_slots",
-            args.max_patch_slots,
-        )
-    if args.max_steering_ops < 1:
-        raise fail(
-            "--max-steering-ops must be at least 1",
-            "max_steering_ops",
-            args.max_steering_ops,
-        )
+    for name in ("max_steering_configs", "max_patch_slots", "max_steering_ops"):
+        if (number := getattr(args, name)) < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise fail(f"{option} must be at least 1", name, number)
     if args.steering_bank_mib < 0:
         raise fail(
             "--steering-bank-mib must not be negative",
@@ -276,49 +261,3 @@ def _check_remote_code(lens_api: bool) -> None:
 def given_values(given: Any) -> list[str]:
     """The values of an option or argument, given as a list or as one value."""
     return [given] if isinstance(given, str) else list(given or [])
-
-
-def _modules(given: Any) -> dict[str, str]:
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return {str(name): os.fspath(path) for name, path in given.items()}
-    texts = given_values(given)
-    if len(texts) == 1 and str(texts[0]).startswith("{"):
-        return _from_object(str(texts[0]))
-    modules: dict[str, str] = {}
-    for text in texts:
-        name, equals, path = str(text).partition("=")
-        if not name or not equals or not path:
-            raise fail(
-                f"--steering-modules {text!r}: expected NAME=PATH",
-                "steering_modules",
-                text,
-            )
-        if name in modules:
-            raise fail(
-                f"--steering-modules: {name!r} is given twice; give one of them "
-                "another name",
-                "steering_modules",
-                text,
-            )
-        modules[name] = path
-    return modules
-
-
-def _from_object(text: str) -> dict[str, str]:
-    """Modules in the form of a configuration file's mapping."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(
-        isinstance(path, str) and name and path for name, path in found.items()
-    ):
-        raise fail(
-            f"--steering-modules {text!r}: expected NAME=PATH, or an object of names "
-            "and paths",
-            "steering_modules",
-            text,
-        )
-    return found
