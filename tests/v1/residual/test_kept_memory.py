@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.models import llama
 from vllm.v1.residual import kept_memory
 from vllm.v1.residual.kept_memory import KEPT_TAG, is_on_the_host
-from vllm.v1.worker import residual_open, residual_rpc
+from vllm.v1.worker import residual_open, residual_worker
 from vllm.v1.worker.residual_stream import OpenResidualStream
 
 
@@ -130,7 +130,7 @@ def test_rows_leave_the_device_before_its_memory_does() -> None:
     graphs: Any = None
     stream = OpenResidualStream({}, capture, None, graphs)
     runner = SimpleNamespace(residual=stream)
-    residual_rpc.before_sleep(SimpleNamespace(model_runner=runner))
+    residual_worker.before_sleep(SimpleNamespace(model_runner=runner))
     assert sent == ["rows"]
 
 
@@ -140,7 +140,7 @@ def test_upstreams_worker_calls_it_before_it_sleeps(
     from vllm.v1.worker.gpu_worker import Worker
 
     calls: list[str] = []
-    monkeypatch.setattr(residual_rpc, "before_sleep", lambda _: calls.append("rows"))
+    monkeypatch.setattr(residual_worker, "before_sleep", lambda _: calls.append("rows"))
     monkeypatch.setattr(
         torch.accelerator, "synchronize", lambda *_: calls.append("waits") or stop()
     )

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from vllm.entrypoints.serve.capture.answers import answer
+from vllm.entrypoints.serve.utils.json_object import engine_with
 from vllm.v1.capture.consumers.memory.api import drop as drop_kept
 from vllm.v1.capture.consumers.memory.api import read
 from vllm.v1.capture.consumers.memory.store import selected
@@ -167,11 +168,8 @@ def _hook(text: str | None) -> str | None:
 
 
 def _capture(request: Request) -> NoCapture:
-    engine = getattr(request.app.state, "engine_client", None)
-    capture = getattr(engine, "capture", None)
-    if not isinstance(capture, NoCapture):
-        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
-    return capture
+    found: NoCapture = engine_with(request, "capture").capture
+    return found
 
 
 @router.delete("/shm/{token}")

@@ -3,15 +3,14 @@
 
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm import envs
 from vllm.entrypoints.serve.steering.authority import refusal
-from vllm.entrypoints.serve.utils.json_object import read_object
+from vllm.entrypoints.serve.utils.json_object import engine_with, read_object
 from vllm.interop.vllm_lens import hook_wire
 from vllm.v1.hooks.errors import fail
 
@@ -54,28 +53,6 @@ async def collect(request: Request) -> JSONResponse:
     return await _answer(request, work)
 
 
-@router.post("/clear")
-async def clear(request: Request) -> JSONResponse:
-    """Remove the registered functions, and drop what they saved."""
-
-    async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-        await engine.clear_hooks()
-        return {"status": "ok"}
-
-    return await _answer(request, work)
-
-
-@router.post("/clear_results")
-async def clear_results(request: Request) -> JSONResponse:
-    """Drop the values that registered functions saved."""
-
-    async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-        await engine.clear_hook_results()
-        return {"status": "ok"}
-
-    return await _answer(request, work)
-
-
 @router.post("/prefetch")
 async def prefetch(request: Request) -> JSONResponse:
     """Keep whole parameters in every worker."""
@@ -87,15 +64,22 @@ async def prefetch(request: Request) -> JSONResponse:
     return await _answer(request, work, ("params",))
 
 
-@router.post("/clear_prefetched")
-async def clear_prefetched(request: Request) -> JSONResponse:
-    """Drop prefetched parameters."""
+def _add_clearing(path: str, method: str) -> None:
+    """Add a route that calls a method of the engine without arguments."""
 
     async def work(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-        await engine.clear_prefetched()
+        await getattr(engine, method)()
         return {"status": "ok"}
 
-    return await _answer(request, work)
+    async def clear(request: Request) -> JSONResponse:
+        return await _answer(request, work)
+
+    router.add_api_route(path, clear, methods=["POST"], name=method)
+
+
+_add_clearing("/clear", "clear_hooks")
+_add_clearing("/clear_results", "clear_hook_results")
+_add_clearing("/clear_prefetched", "clear_prefetched")
 
 
 async def _answer(
@@ -106,9 +90,7 @@ async def _answer(
     """Check the key and the body's fields, then run `work`."""
     if (refused := refusal(request)) is not None:
         return refused
-    engine = getattr(request.app.state, "engine_client", None)
-    if not hasattr(engine, "register_hooks"):
-        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
+    engine = engine_with(request, "register_hooks")
     return JSONResponse(await work(engine, await _body(request, names)))
 
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes under `/v1/readouts` and `/v1/sae`."""
 
-from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm import envs
 from vllm.entrypoints.serve.steering.authority import refusal
-from vllm.entrypoints.serve.utils.json_object import flag, read_object
+from vllm.entrypoints.serve.utils.json_object import engine_with, flag, read_object
 from vllm.v1.readouts.errors import fail
 
 reading = APIRouter(prefix="/v1")
@@ -33,7 +32,7 @@ def attach_router(app: FastAPI) -> None:
 @reading.get("/readouts")
 async def get_readouts(request: Request) -> JSONResponse:
     """Modules, limits, and counters by kind of readout."""
-    return JSONResponse(await _engine(request).get_readouts())
+    return JSONResponse(await engine_with(request, "get_readouts").get_readouts())
 
 
 @reading.get("/readouts/modules")
@@ -73,7 +72,7 @@ async def unregister_sae(request: Request) -> JSONResponse:
 
 
 async def _modules(request: Request, saes: bool) -> Answer:
-    found = (await _engine(request).get_readouts())["modules"]
+    found = (await engine_with(request, "get_readouts").get_readouts())["modules"]
     own = {name: one for name, one in found.items() if (one["kind"] == "sae") == saes}
     return {"modules": own, "count": len(own)}
 
@@ -83,7 +82,7 @@ async def _register(request: Request, kind: str) -> JSONResponse:
         return refused
     body = await read_object(request, FIELDS, fail)
     replace = flag(body, "replace", fail)
-    described = await _engine(request).register_readout_module(
+    described = await engine_with(request, "get_readouts").register_readout_module(
         body.get("name"),
         body.get("path"),
         body.get("layer"),
@@ -98,12 +97,7 @@ async def _unregister(request: Request, kind: str) -> JSONResponse:
     if (refused := refusal(request)) is not None:
         return refused
     body = await read_object(request, ("name",), fail)
-    await _engine(request).unregister_readout_module(body.get("name"), kind)
+    await engine_with(request, "get_readouts").unregister_readout_module(
+        body.get("name"), kind
+    )
     return JSONResponse({"status": "ok", "name": body["name"]})
-
-
-def _engine(request: Request) -> Any:
-    engine = getattr(request.app.state, "engine_client", None)
-    if not hasattr(engine, "get_readouts"):
-        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
-    return engine

@@ -17,7 +17,7 @@ from vllm.entrypoints.serve.steering.authority import (
     refusal,
     steering_keys,
 )
-from vllm.entrypoints.serve.utils.json_object import checked_object, flag
+from vllm.entrypoints.serve.utils.json_object import checked_object, engine_with, flag
 from vllm.entrypoints.serve.utils.json_reader import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
 from vllm.interop.reference_fork import named as gate_vectors
@@ -246,8 +246,5 @@ async def _read_body(request: Request, names: tuple[str, ...]) -> Answer:
 
 
 def _control(request: Request) -> AsyncSteeringControl:
-    engine = getattr(request.app.state, "engine_client", None)
-    control = getattr(engine, "steering", None)
-    if not isinstance(control, AsyncSteeringControl):
-        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
+    control: AsyncSteeringControl = engine_with(request, "steering").steering
     return control

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies that are a JSON object with known fields, for routes that read their own."""
+"""What routes share that read their bodies themselves: JSON objects, the engine."""
 
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 
 Fail: TypeAlias = Callable[[str, str, Any], Exception]
 """Makes the error (HTTP 400) of a message, a parameter and its value."""
@@ -40,3 +41,16 @@ def flag(body: Mapping[str, Any], name: str, fail: Fail) -> bool:
     if not isinstance(value, bool | None):
         raise fail(f"{name} must be true or false", name, value)
     return bool(value)
+
+
+def engine_with(request: Request, name: str) -> Any:
+    """The server's engine, which must have an attribute `name`.
+
+    Raises:
+        HTTPException: there is no such engine (501).
+
+    """
+    engine = getattr(request.app.state, "engine_client", None)
+    if not hasattr(engine, name):
+        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
+    return engine

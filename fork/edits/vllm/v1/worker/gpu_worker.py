@@ -5,13 +5,13 @@ from fork.language import add_argument, add_import, after, first, replace
 
 EDITS = [
     add_import(
-        "from vllm.v1.worker import residual_rpc",
+        "from vllm.v1.worker import residual_worker",
         why="The runners' interface to capture and steering.",
     ),
     replace(
         scope="Worker.sample_tokens",
         anchor="self.model_runner.sample_tokens(grammar_output)",
-        by="residual_rpc.with_readouts(self, grammar_output)",
+        by="residual_worker.with_readouts(self, grammar_output)",
         why="Adds the readouts of the step to its output.",
     ),
     after(
@@ -24,36 +24,36 @@ intermediate_tensors = AsyncIntermediateTensors(
 )
 """,
         insert="""
-residual_rpc.receive_rows(self, tensor_dict, intermediate_tensors.wait_for_comm)
+residual_worker.receive_rows(self, tensor_dict, intermediate_tensors.wait_for_comm)
 """,
         why="Readouts, rows and gates of conditions come from earlier stages.",
     ),
     add_argument(
         scope="Worker.execute_model",
         call="get_pp_group().irecv_tensor_dict",
-        argument="all_gather_tensors=residual_rpc.UNSLICED",
+        argument="all_gather_tensors=residual_worker.UNSLICED",
         why="Only rank 0 has rows and results, so ranks do not send slices of them.",
     ),
     add_argument(
         scope="Worker.execute_model",
         call="get_pp_group().isend_tensor_dict",
-        argument="all_gather_tensors=residual_rpc.UNSLICED",
+        argument="all_gather_tensors=residual_worker.UNSLICED",
         why="As where they are received.",
     ),
     replace(
         scope="Worker.execute_model",
         anchor="output.tensors",
-        by="residual_rpc.send_rows(self, output.tensors)",
+        by="residual_worker.send_rows(self, output.tensors)",
         why="Readouts, rows and gates travel with the hidden states of their step.",
     ),
     first(
         scope="Worker.sleep",
-        insert="residual_rpc.before_sleep(self)",
+        insert="residual_worker.before_sleep(self)",
         why="Rows must be copied before the device memory is released.",
     ),
     first(
         scope="Worker.shutdown",
-        insert="residual_rpc.close(self)",
+        insert="residual_worker.close(self)",
         why="Rows in flight must reach their consumers before the process ends.",
     ),
 ]
