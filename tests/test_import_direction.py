@@ -55,6 +55,7 @@ MAP: dict[str, tuple[str, ...]] = {
         "vllm.capture_dataset",
         "vllm.patching",
         "vllm.interop",
+        "clearbox_client",
     ),
     "clearbox_client": (),
 }

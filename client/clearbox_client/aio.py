@@ -87,6 +87,14 @@ class AsyncClient:
         """The text of each token on its own."""
         return await self._run(self._client.token_texts, token_ids)
 
+    async def patch_sweep(self, prompt: Prompt, **fields: Any) -> dict[str, Any]:
+        """Run a patching sweep; see `Client.patch_sweep`."""
+        return await self._run(self._client.patch_sweep, prompt, **fields)
+
+    async def drop_run(self, run: str) -> bool:
+        """Drop a run that is kept for patching; see `Client.drop_run`."""
+        return await self._run(self._client.drop_run, run)
+
     async def capture_status(self) -> dict[str, Any]:
         """The server's consumers, limits, hook points and counters."""
         return await self._run(self._client.capture_status)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 from clearbox_client.bulk import accept_of, document_in
 from clearbox_client.connection import Answer, Connections
 from clearbox_client.errors import ClearboxError, understood
@@ -121,6 +122,67 @@ class Client:
                     self._map_shared(document)
                     chunk = Chunk.of(document)
                 yield chunk
+
+    def patch_events(self, prompt: Prompt, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Yield the events of a patching sweep: `start`, a `cell` each, `summary`.
+
+        Args:
+            prompt: the prompt that is patched: text, or token ids.
+            fields: those of `POST /v1/patch_sweep`, such as `clean_prompt`, `answer`,
+                `foil`, `metric`, `hooks`, `layers` and `positions`.
+
+        Raises:
+            ClearboxError: the server has refused the sweep, or fails during it.
+
+        """
+        given = {name: one for name, one in fields.items() if one is not None}
+        prompt = prompt if isinstance(prompt, str) else [*prompt]
+        body = {**plain(given), "model": self.model, "prompt": prompt, "stream": True}
+        with self._http.ask("POST", "/v1/patch_sweep", encoded(body)) as answer:
+            raise_if_refused(answer)
+            events = answer.events()
+            while True:
+                with understood(answer.status):
+                    event = next(events, None)
+                    if event is None:
+                        return
+                    if "type" not in event:
+                        raise ClearboxError.of(answer.status, event)
+                yield event
+
+    def patch_sweep(self, prompt: Prompt, **fields: Any) -> dict[str, Any]:
+        """Run a patching sweep; the arguments are those of `patch_events`.
+
+        Returns:
+            The summary, with `values`: by hook point, a float32 array `[layers,
+            positions]` or `[layers, heads, positions]`, NaN where there is no value.
+
+        Raises:
+            ClearboxError: the server has refused the sweep, or fails during it.
+
+        """
+        *_, last = self.patch_events(prompt, **fields)
+        with understood(200):
+            grids = {one["hook"]: one["grid"] for one in last["hook_grids"]}
+            values = {hook: np.array(one, np.float32) for hook, one in grids.items()}
+        return {**last, "values": values}
+
+    def drop_run(self, run: str) -> bool:
+        """Drop a run that is kept for patching; returns whether there was one."""
+        try:
+            self._ask("DELETE", f"/v1/patch_source/{quote(run, safe='')}")
+        except ClearboxError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """The token ids of a text; `special` adds those that begin a prompt."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": special}
+        answer = self._ask("POST", "/tokenize", body)
+        with understood(200):
+            return [int(token) for token in answer["tokens"]]
 
     def token_texts(self, token_ids: list[int]) -> list[str]:
         """The text of each token on its own."""

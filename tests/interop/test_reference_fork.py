@@ -289,3 +289,10 @@ def test_rows_without_patches_are_refused() -> None:
         admit(test_sources.admission(), **INLINE)
     with pytest.raises(SteeringValidationError, match="no row of patch_vectors"):
         admit(test_sources.admission(), patch=[patch(source_inline=2)], **INLINE)
+    for bad in ({}, {"data": ""}, 3, INLINE["patch_vectors"] | {"x": 1}):
+        with pytest.raises(SteeringValidationError, match="must be rows"):
+            admit(
+                test_sources.admission(),
+                patch=[patch(source_inline=0)],
+                patch_vectors=bad,
+            )

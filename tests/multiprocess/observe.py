@@ -263,7 +263,8 @@ def observe(order: Order) -> dict[str, Any]:
         async_scheduling=None if order.pipeline == 1 or not order.plugins else False,
         max_num_batched_tokens=24,
         max_logprobs=-1,
-        enable_steering=True,
+        enable_patching=True,
+        max_patch_slots=4,
         enable_readouts=True,
         **options,
         enable_prefix_caching=False,
@@ -286,6 +287,7 @@ def observe(order: Order) -> dict[str, Any]:
         "read": _read(engine, prompts[1], READOUTS),
         "ended": _ended(engine, prompts[1]),
         "told": _read(engine, prompts[1], None, **told(STEERED[0], STEERED[3])),
+        "swept": _swept(engine, prompts[0]),
     }
     if order.plugins:
         found["acted"] = [
@@ -344,6 +346,23 @@ def _read(engine: Any, prompt: list[int], readouts: Any, **fields: Any) -> Any:
     }
     errors = [one.error for one in output.readouts.values() if one.error]
     return {"arrays": arrays, "errors": errors, "receipt": output.steering}
+
+
+def _swept(engine: Any, prompt: list[int]) -> dict[str, Any]:
+    """A grid whose rows and layers lie in all stages and ranks."""
+    from vllm.patching import patch_sweep
+
+    result = patch_sweep(
+        engine.llm,
+        prompt,
+        [prompt[0] + 1, *prompt[1:]],
+        answer=5,
+        foil=9,
+        hooks=HOOKS,
+        positions=[0, -2, -1],
+        progress=False,
+    )
+    return {"values": result.values, "noise_floor": result.noise_floor}
 
 
 def _ended(engine: Any, prompt: list[int]) -> list[dict[str, Any]]:

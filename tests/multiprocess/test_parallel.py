@@ -207,6 +207,19 @@ def test_readouts_are_those_of_one_process(
             )
 
 
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_a_patching_sweep_is_that_of_one_process(
+    bench: Workbench, name: str, split: str
+) -> None:
+    one, other = bench.found(name, "one")["swept"], bench.found(name, split)["swept"]
+    assert set(one["values"]) == set(HOOKS)
+    for hook, expected in one["values"].items():
+        assert expected.shape == (LAYERS, 3)
+        assert np.ptp(expected) > 1e-3, hook
+        np.testing.assert_allclose(other["values"][hook], expected, atol=1e-4)
+    assert max(one["noise_floor"], other["noise_floor"]) < 1e-4
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_readout_of_any_stage_ends_the_text_where_it_fires(
     bench: Workbench, name: str, split: str

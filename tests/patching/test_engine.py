@@ -12,7 +12,7 @@ import torch
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
 from vllm.patching import ablation_sweep, causal_trace, patch_sweep, presets
-from vllm.patching.study import Done
+from vllm.patching.result import Found
 from vllm.v1.readouts.modules import save_probe
 from vllm.v1.steering.errors import SteeringValidationError
 
@@ -259,9 +259,9 @@ def test_a_runs_own_rows_change_no_bit_and_no_other_request(swept: Any) -> None:
 
 def test_an_interrupt_returns_what_there_is(swept: Any) -> None:
     llm, _ = swept
-    seen: list[Done] = []
+    seen: list[Found] = []
 
-    def interrupt(done: Done) -> None:
+    def interrupt(done: Found) -> None:
         seen.append(done)
         if len(seen) == 80:
             raise KeyboardInterrupt

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.patching.grid import Facts
 from vllm.patching.questions import READOUT, Ask, Reply, Steering
-from vllm.v1.capture.consumers.memory.api import keepers
+from vllm.v1.capture.consumers.memory.api import keepers, store_with
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.admission import REQUEST_FIELDS
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
@@ -68,6 +68,14 @@ def engine_of(config: "VllmConfig", tokenizer: Any, front_end: Any) -> Engine:
         admission.parse({"prefill_steering_vectors": entries}, REQUEST_FIELDS)
 
     return Engine(facts, tokenizer, capture, check)
+
+
+def drop_run(capture: "NoCapture", name: str) -> bool:
+    """Drop a run; returns whether it was kept."""
+    store = store_with(capture, name)
+    if store is not None:
+        store.drop(name)
+    return store is not None
 
 
 def params_of(ask: Ask) -> "SamplingParams":

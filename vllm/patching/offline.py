@@ -5,18 +5,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from vllm.patching.engine import Engine, engine_of, params_of, reply_of
+from vllm.patching.engine import (
+    Engine,
+    drop_run,
+    engine_of,
+    params_of,
+    reply_of,
+)
 from vllm.patching.planning import Sweep, plan_of
 from vllm.patching.questions import Ask, Reply
-from vllm.patching.result import PatchResult
+from vllm.patching.result import Found, PatchResult
 from vllm.patching.study import Done, Study
-from vllm.v1.capture.consumers.memory.api import leased, store_with
+from vllm.v1.capture.consumers.memory.api import leased
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-OnCell = Callable[[Done], Any]
+OnCell = Callable[[Found], Any]
 
 
 def run(
@@ -38,14 +44,14 @@ def run(
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    engine = offline_engine(llm)
+    engine = _engine(llm)
     plan = plan_of(sweep, engine)
     study = Study(plan)
     with ExitStack() as ending:
         if plan.run is not None:
             ending.enter_context(leased(engine.capture, plan.run))
         if plan.capture is not None and not keep:
-            ending.callback(drop_run, engine, str(plan.run))
+            ending.callback(drop_run, engine.capture, str(plan.run))
         rounds = study.rounds()
         asks = next(rounds, None)
         while asks is not None:
@@ -54,21 +60,21 @@ def run(
                 asks = rounds.send([found[n] for n in range(len(asks))])
             except StopIteration:
                 asks = None
-        bar = _bar(len(study.asks), progress)
+        bar = progress_bar(len(study.asks), progress)
         ending.callback(bar.close)
         try:
             for done in study.filled:
-                _tell(on_cell, done)
+                _tell(on_cell, study, done)
             for number, reply in _answers(llm, study.asks):
                 bar.update(1)
                 for done in study.take(number, reply):
-                    _tell(on_cell, done)
+                    _tell(on_cell, study, done)
         except KeyboardInterrupt:
             pass  # The cells that are missing stay NaN.
     return study.result
 
 
-def offline_engine(llm: "LLM") -> Engine:
+def _engine(llm: "LLM") -> Engine:
     """What a sweep needs of an `LLM`.
 
     Raises:
@@ -86,14 +92,6 @@ def offline_engine(llm: "LLM") -> Engine:
     if not inner.model_config.skip_tokenizer_init:
         tokenizer = llm.get_tokenizer()
     return engine_of(inner.vllm_config, tokenizer, inner.input_processor.residual)
-
-
-def drop_run(engine: Engine, name: str) -> bool:
-    """Drop a run, if it is kept."""
-    store = store_with(engine.capture, name)
-    if store is not None:
-        store.drop(name)
-    return store is not None
 
 
 def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Reply]]:
@@ -117,12 +115,13 @@ def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Reply]]:
             engine.abort_request([ids[n] for n in numbers.values()], internal=True)
 
 
-def _bar(count: int, progress: bool) -> Any:
+def progress_bar(count: int, progress: bool) -> Any:
+    """A bar that appears on sweeps of more than two seconds."""
     from tqdm import tqdm
 
     return tqdm(total=count, desc="Cells", unit="cell", delay=2, disable=not progress)
 
 
-def _tell(on_cell: OnCell | None, done: Done) -> None:
+def _tell(on_cell: OnCell | None, study: Study, done: Done) -> None:
     if on_cell is not None:
-        on_cell(done)
+        on_cell(study.result.at(done.cell.hook, done.cell.place))

@@ -12,7 +12,7 @@ import numpy as np
 from vllm.patching.alignment import align
 from vllm.patching.engine import Engine
 from vllm.patching.grid import Cell, Grid, grid_of
-from vllm.patching.places import Prompt, columns_of, prompt_of
+from vllm.patching.places import Column, Prompt, columns_of, prompt_of
 from vllm.patching.questions import Steering, question_of
 from vllm.patching.study import Plan
 from vllm.v1.capture.consumers.memory.api import kept_run
@@ -48,6 +48,8 @@ class Sweep:
     metric: Any = "logit_diff"
     answer: Any = None
     foil: Any = None
+    single: Sequence[str] = ()
+    """Which of `answer` and `foil` must be one token."""
     effect: Any = "denoise"
     alpha: Any = 1.0
     mask: Any = None
@@ -76,7 +78,12 @@ def plan_of(sweep: Sweep, engine: Engine) -> Plan:
     if recovers:
         metric = "logprob" if sweep.foil is None else "logit_diff"
     question = question_of(
-        metric, sweep.answer, sweep.foil, engine.tokenizer, engine.facts.vocabulary
+        metric,
+        sweep.answer,
+        sweep.foil,
+        engine.tokenizer,
+        engine.facts.vocabulary,
+        sweep.single,
     )
     ablates = sweep.source is not None
     unknown = metric == "kl" or (recovers and math.isnan(sweep.known_source))
@@ -105,7 +112,7 @@ def plan_of(sweep: Sweep, engine: Engine) -> Plan:
             longest,
         )
     subject = _subject(sweep, target)
-    patch, making = _patch_of(sweep, run, engine)
+    patch, making = _patch_of(sweep, run, keeps, engine)
     _check(grid, making, engine)
     num_same = alignment.prefix if keeps and not ablates else 0
     return Plan(
@@ -207,8 +214,8 @@ def _subject(sweep: Sweep, target: Prompt) -> list[int]:
     """The positions of the subject that gets noise; none without one."""
     if sweep.subject is None:
         return []
-    one = [sweep.subject] if not isinstance(sweep.subject, (list, tuple)) else None
-    items = one or list(sweep.subject)
+    raw = sweep.subject
+    items = list(raw) if isinstance(raw, (list, tuple)) else [raw]
     items = [{"span": item} if isinstance(item, str) else item for item in items]
     ids = target.token_ids
     columns = columns_of(items, target, target, align(ids, ids), "subject")
@@ -216,9 +223,9 @@ def _subject(sweep: Sweep, target: Prompt) -> list[int]:
 
 
 def _patch_of(
-    sweep: Sweep, run: str | None, engine: Engine
+    sweep: Sweep, run: str | None, keeps: bool, engine: Engine
 ) -> tuple[Callable[[Cell], Mapping[str, Any]], Callable[[Cell], Mapping[str, Any]]]:
-    """What makes a cell's entry, and one of the same form that needs no run."""
+    """What makes a cell's entry, and one to check before the run is kept."""
     common: dict[str, Any] = {"op": "replace"}
     if sweep.alpha != 1.0 or isinstance(sweep.alpha, bool):
         common["alpha"] = sweep.alpha
@@ -245,27 +252,34 @@ def _patch_of(
 
     if run is None:
         return given, given
-    return (of_run if sweep.source is None else made), zeros
+    if sweep.source is not None:
+        return made, zeros
+    return of_run, zeros if keeps else of_run
 
 
 def _check(
     grid: Grid, entry: Callable[[Cell], Mapping[str, Any]], engine: Engine
 ) -> None:
     """Check an entry at each layer of each hook point before anything runs."""
-    taps = set()
-    for cell in grid.cells():
-        tap = cell.hook, cell.layer
-        if tap in taps or cell.column.reason or tap[1] not in grid.having[tap[0]]:
-            continue
-        taps.add(tap)
-        engine.check({cell.hook: {cell.layer: [entry(cell)]}})
-    if not taps:
+    pairs = {
+        target: source
+        for column in grid.columns
+        if column.reason is None
+        for target, source in zip(column.targets, column.sources, strict=True)
+    }
+    if not pairs:
         raise fail(
             "positions: none of them has a counterpart in the clean prompt; choose "
             "others, or align them by spans with a source",
             "positions",
             [column.targets for column in grid.columns],
         )
+    every = Column(tuple(pairs), tuple(pairs.values()))
+    head = None if grid.heads is None else grid.heads[0]
+    for hook, layers in grid.taps().items():
+        for layer in layers:
+            whole = Cell(hook, layer, head, every, ())
+            engine.check({hook: {layer: [entry(whole)]}})
 
 
 def _capture(

@@ -116,7 +116,12 @@ def _divergence(clean: Mapping[int, float], found: Mapping[int, float]) -> float
 
 
 def question_of(
-    metric: Any, answer: Any, foil: Any, tokenizer: Any, vocabulary: int
+    metric: Any,
+    answer: Any,
+    foil: Any,
+    tokenizer: Any,
+    vocabulary: int,
+    single: Sequence[str] = (),
 ) -> Question:
     """Check a metric, and find the tokens of its answer and foil.
 
@@ -126,6 +131,7 @@ def question_of(
         foil: as `answer`.
         tokenizer: of the model; None if all are ids.
         vocabulary: number of token ids.
+        single: which of `answer` and `foil` must be one token.
 
     Raises:
         SteeringValidationError: naming the parameter, the value and the remedy.
@@ -143,8 +149,12 @@ def question_of(
                     f"{name}: the metric {metric} has none; leave it out", name, given
                 )
         return Question(metric)
-    wanted = tokens_of(answer, "answer", tokenizer, vocabulary)
-    other = () if foil is None else tokens_of(foil, "foil", tokenizer, vocabulary)
+    wanted, other = (
+        ()
+        if raw is None and name == "foil"
+        else _tokens_of(raw, name, tokenizer, vocabulary, name in single)
+        for name, raw in (("answer", answer), ("foil", foil))
+    )
     if metric == "logit_diff" and foil is None:
         raise fail("foil: the metric logit_diff compares two answers", "foil", foil)
     if metric == "logprob":
@@ -154,8 +164,8 @@ def question_of(
     return Question(metric, wanted, other)
 
 
-def tokens_of(
-    raw: Any, name: str, tokenizer: Any, vocabulary: int, single: bool = False
+def _tokens_of(
+    raw: Any, name: str, tokenizer: Any, vocabulary: int, single: bool
 ) -> tuple[int, ...]:
     """The token ids of an answer.
 

@@ -78,20 +78,23 @@ class PatchResult:
             return 0.0
         return self.clean if math.isnan(self.corrupt) else self.corrupt
 
+    def at(self, hook: str, place: tuple[int, ...]) -> Found:
+        """The cell at an index of a hook point's array."""
+        group = self.positions[place[-1]]
+        return Found(
+            hook,
+            self.layers[place[0]],
+            None if self.heads is None else self.heads[place[1]],
+            group[0] if len(group) == 1 else list(group),
+            "".join(self.tokens[p] for p in group if p < len(self.tokens)),
+            float(self.values[hook][place]),
+        )
+
     def cells(self) -> Iterator[Found]:
         """All cells, those that are NaN included."""
         for hook, values in self.values.items():
-            for place, value in np.ndenumerate(values):
-                head = None if self.heads is None else self.heads[place[1]]
-                group = self.positions[place[-1]]
-                yield Found(
-                    hook,
-                    self.layers[place[0]],
-                    head,
-                    group[0] if len(group) == 1 else list(group),
-                    "".join(self.tokens[p] for p in group if p < len(self.tokens)),
-                    float(value),
-                )
+            for place in np.ndindex(values.shape):
+                yield self.at(hook, place)
 
     def top(self, k: int = 5) -> list[Found]:
         """The cells that move the metric most, the largest change first."""

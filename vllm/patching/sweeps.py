@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from vllm.patching.planning import Sweep
-from vllm.patching.result import PatchResult
-from vllm.patching.study import Done
+from vllm.patching.result import Found, PatchResult
 
 if TYPE_CHECKING:
     from clearbox_client import Client
@@ -43,7 +42,7 @@ class Axes(TypedDict, total=False):
     """Weights of its dimensions, or `{"indices": [...]}`."""
     progress: bool
     """Whether a long sweep shows a bar."""
-    on_cell: Callable[[Done], Any] | None
+    on_cell: Callable[[Found], Any] | None
     """Called with each cell once its value is known."""
 
 
@@ -138,9 +137,9 @@ def causal_trace(
 
 
 def _swept(llm: Any, axes: Axes, **asked: Any) -> PatchResult:
-    from vllm.patching import offline
+    from vllm.patching import offline, remote
 
     given: dict[str, Any] = {**axes, **asked}
     progress, on_cell = given.pop("progress", True), given.pop("on_cell", None)
-    keep = given.get("run") is not None
-    return offline.run(llm, Sweep(**given), progress, on_cell, keep)
+    run = remote.run if hasattr(llm, "patch_events") else offline.run
+    return run(llm, Sweep(**given), progress, on_cell, given.get("run") is not None)

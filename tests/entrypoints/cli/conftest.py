@@ -38,7 +38,7 @@ def llm() -> Iterator[Any]:
         skip_tokenizer_init=False,
         capture_consumers=[CONSUMER],
         enable_readouts=True,
-        max_steering_configs=16,
+        enable_patching=True,
     )
     yield engine
     engine.llm_engine.engine_core.shutdown()

@@ -140,6 +140,15 @@ OWN_COMMANDS = (
         ),
     ),
     EngineCommand(
+        "patch",
+        Action(
+            "Patch a prompt with another's rows at every layer and position.",
+            "CLEAN CORRUPT --model M --answer TEXT",
+            "patch.run",
+            EAGER,
+        ),
+    ),
+    EngineCommand(
         "probe",
         {
             "train": Action(

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from vllm.entrypoints.serve.capture import api_router as capture
 from vllm.entrypoints.serve.hooks import api_router as hooks
 from vllm.entrypoints.serve.interp_engine import attach as interp_engine
+from vllm.entrypoints.serve.patching import api_router as patching
 from vllm.entrypoints.serve.readouts import api_router as readouts
 from vllm.entrypoints.serve.steering import api_router as steering
 
@@ -17,5 +18,6 @@ def attach_routers(app: FastAPI, args: Namespace) -> None:
     capture.attach_router(app)
     steering.attach_router(app, args)  # Reads the keys that the others need.
     readouts.attach_router(app)
+    patching.attach_router(app)
     hooks.attach_router(app, args)
     interp_engine.attach_router(app, args)

@@ -14,7 +14,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.arrays import Array
-from vllm.v1.steering.spec.packing import unpack_array
+from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.parse import MAX_ENTRIES, Parsed
 
 FIELD, VECTORS = "patch", "patch_vectors"
@@ -46,11 +46,7 @@ def as_entries(raw: Any, packed: Any) -> Any:
             FIELD if raw is not None else VECTORS,
             raw,
         )
-    vectors = None
-    if packed is not None:
-        if not isinstance(packed, Mapping):
-            raise fail(f"{VECTORS} must be packed rows", VECTORS, packed)
-        vectors = unpack_array(packed, VECTORS, dimensions=(2,))
+    vectors = inline_rows(packed)
     found: Entries = {}
     for number, one in enumerate(raw):
         at = f"{FIELD}[{number}]"
@@ -58,6 +54,24 @@ def as_entries(raw: Any, packed: Any) -> Any:
         layers = found.setdefault(one["hook"], {})
         layers.setdefault(str(one["layer"]), []).append(_entry(one, vectors, at))
     return found
+
+
+def inline_rows(packed: Any) -> Array | None:
+    """The rows `[n, width]` of the field `patch_vectors`; None without it.
+
+    Raises:
+        SteeringValidationError: they are not packed rows.
+
+    """
+    if packed is None:
+        return None
+    if not is_packed(packed):
+        raise fail(
+            f'{VECTORS} must be rows as {{"dtype", "shape": [n, width], "data"}}',
+            VECTORS,
+            packed,
+        )
+    return unpack_array(packed, VECTORS, dimensions=(2,))
 
 
 def _check(one: Any, at: str) -> None:
@@ -102,17 +116,24 @@ def _entry(one: Mapping[str, Any], vectors: Array | None, at: str) -> dict[str, 
     elif one.get("source_module") is not None:
         entry["from"] = one["source_module"]
     else:
-        entry["vector"] = _row(one["source_inline"], vectors, f"{at}.source_inline")
+        at_row = f"{at}.source_inline"
+        entry["vector"] = inline_row(one["source_inline"], vectors, at_row)
     if one.get("alpha") is not None:
         entry["alpha"] = one["alpha"]
     if one.get("mask") is not None:
-        entry["mask"] = _mask(one["mask"], vectors, f"{at}.mask")
+        entry["mask"] = inline_mask(one["mask"], vectors, f"{at}.mask")
     return entry
 
 
-def _mask(mask: Any, vectors: Array | None, at: str) -> Any:
+def inline_mask(mask: Any, vectors: Array | None, at: str) -> Any:
+    """A mask in the form of an entry, whose row `patch_vectors` may have.
+
+    Raises:
+        SteeringValidationError: it is none.
+
+    """
     if isinstance(mask, Mapping) and mask.keys() == {"inline"}:
-        return _row(mask["inline"], vectors, f"{at}.inline")
+        return inline_row(mask["inline"], vectors, f"{at}.inline")
     if isinstance(mask, Mapping) and mask.keys() == {"indices"}:
         return mask
     raise fail(
@@ -122,7 +143,13 @@ def _mask(mask: Any, vectors: Array | None, at: str) -> Any:
     )
 
 
-def _row(index: Any, vectors: Array | None, at: str) -> Array:
+def inline_row(index: Any, vectors: Array | None, at: str) -> Array:
+    """A row of `patch_vectors`.
+
+    Raises:
+        SteeringValidationError: there is no such row.
+
+    """
     count = 0 if vectors is None else len(vectors)
     if vectors is None or not is_integer(index, 0, count):
         raise fail(

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweeps over HTTP: answers, streams, refusals, and clients that go."""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import pytest
+from clearbox_client import ClearboxError, Client
+
+from tests.support.models import llama
+from tests.support.server import Server
+from vllm.entrypoints.serve.patch.client import (
+    PatchStudy,
+    Span,
+    SweepResult,
+    pack_vectors,
+)
+from vllm.interop.reference_fork.patches import inline_rows
+from vllm.patching import ablation_sweep, causal_trace, patch_sweep
+from vllm.patching.result import Found
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+CLEAN = [20, 30, 40, 50, 60]
+CORRUPT = [20, 30, 41, 50, 60]
+ANSWER, FOIL = 70, 80
+ROUTE = "/v1/patch_sweep"
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "prompt": CORRUPT,
+    "clean_prompt": CLEAN,
+    "answer_token_id": ANSWER,
+    "foil_token_id": FOIL,
+    "metric": "logit_diff",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    opened = Server(
+        llama(tmp_path_factory.mktemp("patched") / "llama"),
+        *("--enable-patching", "--max-patch-slots", "16", "--enable-readouts"),
+        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "256", "--max-num-seqs", "16"),
+    )
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client(server.url) as opened:
+        yield opened
+
+
+def kept(server: Server) -> set[str]:
+    names: dict[str, Any] = server.get("/v1/capture/memory").body["names"]
+    return set(names)
+
+
+def difference(server: Server, prompt: list[int], **fields: Any) -> float:
+    """Measured by a completion, without any sweep."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body |= {"logprobs": 2, "logprob_token_ids": [ANSWER, FOIL]}
+    body["return_tokens_as_token_ids"] = True
+    reply = server.post("/v1/completions", {**body, **fields})
+    assert reply.status == 200, reply
+    (found,) = reply.body["choices"][0]["logprobs"]["top_logprobs"]
+    return float(found[f"token_id:{ANSWER}"] - found[f"token_id:{FOIL}"])
+
+
+def test_a_grid_is_what_single_patched_requests_are(server: Server) -> None:
+    hooks = ["pre_attn", "post_block"]
+    body = {**ASKED, "hooks": hooks, "source_run": "clean", "keep_source": True}
+    reply = server.post(ROUTE, body)
+    assert reply.status == 200, reply
+    found = reply.body
+    assert found["layers"] == [0, 1, 2] and found["positions"] == [0, 1, 2, 3, 4]
+    assert found["auto_captured"] and found["captured_source_run"] == "clean"
+    assert [one["hook"] for one in found["hook_grids"]] == hooks
+    assert found["grid"] == found["hook_grids"][0]["grid"] and not found["skipped"]
+    assert found["noise_floor"] < 1e-5
+    assert found["alignment"]["n_clean"] == 5
+    assert found["clean"] == pytest.approx(difference(server, CLEAN), abs=1e-5)
+    assert found["corrupt"] == pytest.approx(difference(server, CORRUPT), abs=1e-5)
+    assert kept(server) == {"clean"}
+    for one in found["hook_grids"]:
+        for layer in range(3):
+            for position in range(5):
+                patch = {
+                    "layer": layer,
+                    "hook": one["hook"],
+                    "dest_position": position,
+                    "source_run": "clean",
+                    "source_position": position,
+                }
+                expected = difference(server, CORRUPT, patch=[patch])
+                value = one["grid"][layer][position]
+                assert value == pytest.approx(expected, abs=1e-5)
+    largest = np.max(found["grid"])
+    assert found["argmax"]["value"] == pytest.approx(largest)
+    again = server.post(ROUTE, {**body, "clean_prompt": None})
+    assert again.status == 200 and not again.body["auto_captured"]
+    assert np.allclose(again.body["grid"], found["grid"], atol=1e-5)
+    dropped = urllib.request.Request(
+        f"{server.url}/v1/patch_source/clean", method="DELETE"
+    )
+    with urllib.request.urlopen(dropped, timeout=60) as answer:
+        assert json.load(answer) == {"dropped": True}
+    assert not kept(server)
+    assert server.get("/v1/capture").body["consumers"][0]["name"] == "patch_source"
+
+
+def test_a_stream_has_every_cell_and_the_whole_at_its_end(server: Server) -> None:
+    start, *cells, summary = server.stream(ROUTE, ASKED)
+    assert (start["type"], summary["type"]) == ("start", "summary")
+    assert start["captured_source_run"] == summary["captured_source_run"]
+    assert {one["type"] for one in cells} == {"cell"} and len(cells) == 15
+    for cell in cells:
+        assert summary["grid"][cell["layer"]][cell["position"]] == cell["value"]
+    assert not kept(server)
+
+
+def test_both_clients_get_the_same_as_the_route(server: Server, client: Client) -> None:
+    seen: list[Found] = []
+    result = patch_sweep(
+        client,
+        CLEAN,
+        CORRUPT,
+        answer=ANSWER,
+        foil=FOIL,
+        on_cell=seen.append,
+        progress=False,
+    )
+    reply = server.post(ROUTE, ASKED).body
+    assert np.allclose(result.values["post_block"], reply["grid"], atol=1e-5)
+    assert result.clean == pytest.approx(reply["clean"], abs=1e-5)
+    assert len(seen) == 15 and result.positions[4] == (4,)
+    fields = {n: one for n, one in ASKED.items() if n not in ("model", "prompt")}
+    plain = client.patch_sweep(CORRUPT, **fields)
+    assert np.allclose(plain["values"]["post_block"], reply["grid"], atol=1e-5)
+    asked: dict[str, Any] = {"answer": ANSWER, "progress": False}
+    row = np.ones(64, dtype=np.float32)
+    for source in ("zeros", "mean", "noise", row):
+        found = ablation_sweep(
+            client, CLEAN, source=source, metric="logprob", mask=row, **asked
+        )
+        assert np.isfinite(found.values["post_block"]).all()
+        assert np.isnan(found.corrupt)
+    trace = causal_trace(client, CLEAN, [2], **asked)
+    assert trace.corrupt != trace.clean
+
+
+def test_an_interrupted_client_ends_the_cells(server: Server, client: Client) -> None:
+    def interrupt(_: Found) -> None:
+        raise KeyboardInterrupt
+
+    prompt = [(7 * n) % 1000 + 3 for n in range(60)]
+    part = patch_sweep(
+        client,
+        prompt,
+        [5, *prompt[1:]],
+        answer=ANSWER,
+        foil=FOIL,
+        hooks=["pre_attn", "post_attn", "post_block"],
+        on_cell=interrupt,
+        progress=False,
+    )
+    values = np.stack(list(part.values.values()))
+    assert np.isnan(values).any() and np.isfinite(values).any()
+    deadline = monotonic() + 60
+    while kept(server):  # Dropped once the sweep has ended.
+        assert monotonic() < deadline
+        sleep(0.1)
+    text = urllib.request.urlopen(f"{server.url}/metrics", timeout=60).read().decode()
+    (running,) = [
+        line
+        for line in text.splitlines()
+        if line.startswith("vllm:num_requests_running")
+    ]
+    assert float(running.split()[-1]) <= 16
+    done = server.post(ROUTE, ASKED)  # The slots are free again.
+    assert done.status == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "parameter"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1] * 300}, "prompt"),
+        ({"model": "other"}, "model"),
+        ({"hooks": ["mlp"]}, "hooks"),
+        ({"hook": "post_block", "hooks": ["pre_attn"]}, "hook"),
+        ({"layers": [7]}, "layers"),
+        ({"layers": {"start": 2, "stop": 1}}, "layers"),
+        ({"layers": {"start": 0, "end": 1}}, "layers"),
+        ({"positions": [9]}, "positions[0]"),
+        ({"positions": [{"span": "no such text"}]}, "positions[0]"),
+        ({"clean_prompt": None}, "clean_prompt"),
+        ({"clean_prompt": None, "source_run": "gone"}, "source_run"),
+        ({"source_run": "a/b"}, "capture.patch_source.run"),
+        ({"source_run": "a", "source_module": "zeros"}, "source_module"),
+        ({"source_inline": 0, "clean_prompt": None}, "source_inline"),
+        ({"source": "ones"}, "source"),
+        ({"mask": [1.0]}, "mask"),
+        ({"alpha": "x"}, "alpha"),
+        ({"metric": "accuracy"}, "metric"),
+        ({"metric": "probe:none"}, "probe"),
+        ({"answer": [ANSWER]}, "answer_token_id"),
+        ({"answer_token_id": 1 << 40}, "answer"),
+        ({"answer_token_id": None, "answer_token": "two words"}, "answer"),
+        ({"foil_token_id": None}, "foil"),
+        ({"effect": "x"}, "effect"),
+        ({"seed": -1}, "seed"),
+        ({"logprobs": "x"}, "logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"clean_baseline": "x"}, "clean_baseline"),
+        ({"n_cells": 3}, "n_cells"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_swept_is_a_400_before_the_first_cell(
+    server: Server, change: dict[str, Any], parameter: str, stream: bool
+) -> None:
+    reply = server.post(ROUTE, {**ASKED, "stream": stream, **change})
+    assert reply.status == 400, reply
+    assert parameter in reply.body["error"]["message"]
+    assert not kept(server)
+
+
+def test_the_earlier_forks_client_sweeps(server: Server) -> None:
+    async def study() -> None:
+        found = PatchStudy(model="tiny", base_url=f"{server.url}/v1", logprobs=5)
+        text = "the big dog was happy"
+        clean = await found.capture_clean(text, run="one")
+        assert clean.num_prompt_tokens > 4
+        assert await found.positions_for(text, "dog was")
+        answered = await found.capture_clean(CLEAN, run="two", answer_token=" the")
+        assert answered.clean_logprob is not None and answered.clean_logprob < 0
+        seen: list[Any] = []
+        asked: dict[str, Any] = {"answer_token": " the", "on_cell": seen.append}
+        result = await found.sweep_layers_positions(
+            "the big dog was sad", clean=clean, layers=[0, 2], positions=[-1], **asked
+        )
+        assert isinstance(result, SweepResult) and len(seen) == 2
+        assert result.to_numpy().shape == (2, 1) and len(result.top(1)) == 1
+        hooks = ["pre_attn", "post_block"]
+        with pytest.raises(ClearboxError, match="no rows at pre_attn"):
+            await found.sweep_layers_positions(CORRUPT, run="two", hooks=hooks, **asked)
+        both = await found.sweep_layers_positions(
+            CORRUPT, clean_prompt=CLEAN, hooks=hooks, **asked
+        )
+        near = await found.zoom(
+            both["post_block"], corrupt_prompt=CORRUPT, run="two", answer_token=" the"
+        )
+        assert near.hook == "post_block"
+        spans = [Span("dog was")]
+        zeros = await found.ablation_sweep(
+            text, layers="all", positions=spans, answer_token=" the"
+        )
+        assert np.isfinite(zeros.grid).all() and zeros.corrupt is None
+        one = await found.ablation_sweep(
+            text,
+            positions=[1],
+            source_inline=0,
+            patch_vectors=pack_vectors(np.ones(64), "bfloat16"),
+            mask={"indices": [0, 3]},
+            answer_token=" the",
+        )
+        assert np.isfinite(one.grid).all()
+        assert await found.drop_run("one") and not await found.drop_run("one")
+        assert await found.drop_run("two")
+
+    asyncio.run(study())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_packed_rows_are_what_was_packed(dtype: str) -> None:
+    rows = np.array([[1.0, -2.5, 0.125], [0.0, 3.0, 1e-2]])
+    found = inline_rows(pack_vectors(rows, dtype))
+    assert found is not None
+    assert np.allclose(found, rows, rtol=2**-8 if dtype == "bfloat16" else 1e-3)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes of patching: sweeps, and runs that are dropped."""
