@@ -60,6 +60,11 @@ IGNORED_NAMES = [
     "load_sequence_activations",
     "compute_layer_statistics",
     "quick_load",
+    "PatchStudy",  # for scripts of the earlier fork, as the next four
+    "pack_vectors",
+    "capture_clean",
+    "positions_for",
+    "zoom",
     "compare_tokens",
     "clearbox",  # named by an entry point
     "tokenizer_prepends_bos",  # interp-engine's server calls these
