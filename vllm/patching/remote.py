@@ -31,7 +31,7 @@ def run(
     found: PatchResult | None = None
     fields = {**fields_of(sweep), "keep_source": keep}
     events = client.patch_events(fields.pop("prompt"), **fields)
-    with closing(events), progress_bar(0, progress) as bar:  # type: ignore[type-var]
+    with closing(events), progress_bar(0, progress) as bar:
         try:
             for event in events:
                 if event["type"] == "start":

@@ -41,7 +41,7 @@ async def patch_sweep(request: Request) -> Response:
     return Response() if answer is None else answer  # The client has gone.
 
 
-@with_cancellation  # type: ignore[untyped-decorator]
+@with_cancellation
 async def _answered(body: dict[str, Any], raw_request: Request) -> Response:
     engine = raw_request.app.state.engine_client
     sweep, keep = schema.sweep_of(body), bool(body.get("keep_source"))
