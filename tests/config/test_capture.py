@@ -119,6 +119,7 @@ def test_sizes_must_be_positive(option: str, value: int) -> None:
 
 def test_half_of_the_staging_memory_is_for_one_step() -> None:
     assert CaptureConfig(staging_bytes=1000).rows_per_step(100) == 5
+    assert CaptureConfig(staging_bytes=1000, readouts=True).rows_per_step(100) == 3
 
 
 def test_the_compile_cache_knows_whether_taps_are_compiled_in() -> None:

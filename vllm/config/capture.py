@@ -152,9 +152,9 @@ class CaptureConfig:
     staging_bytes: int = Field(default=256 * MIB, gt=0)
     """Size in bytes of staging memory on the device.
 
-    One step may capture half of it; a step that would capture more is given fewer
-    prompt tokens. Engine arguments without a size choose a larger one on a GPU; see
-    `default_staging_bytes`."""
+    One step may capture half of it, with readouts a third; a step that would capture
+    more is given fewer prompt tokens. Engine arguments without a size choose a larger
+    one on a GPU; see `default_staging_bytes`."""
     host_memory_bytes: int = Field(default_factory=_host_share, gt=0)
     """Host memory, in bytes, that a worker may hold for captured rows. It includes
     shared memory that is lent to front ends and holds their callers' tensors."""
@@ -225,8 +225,12 @@ class CaptureConfig:
             file.write(b"\0")
 
     def rows_per_step(self, row_bytes: int) -> int:
-        """The number of rows, of `row_bytes` bytes each, that a step may capture."""
-        return self.staging_bytes // row_bytes // 2
+        """The number of rows, of `row_bytes` bytes each, that a step may capture.
+
+        Staging memory holds two steps, and with readouts a third, whose rows do not
+        leave the device.
+        """
+        return self.staging_bytes // row_bytes // (3 if self.readouts else 2)
 
     def compute_hash(self) -> str:
         """Hash of what changes the compiled graph: the taps, and staging memory's size.

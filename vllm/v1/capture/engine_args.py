@@ -83,8 +83,8 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=None,
         help="Device memory for the captured rows of steps; one step captures at most "
-        "half of it. Default: room for whole steps at one hook point of every "
-        "layer, at least 256 MiB. --enable-readouts allocates half of it again.",
+        "half of it, with --enable-readouts a third. Default: room for whole steps at "
+        "one hook point of every layer, at least 256 MiB.",
     )
     group.add_argument(
         "--capture-host-memory-bytes",
@@ -193,6 +193,7 @@ def capture_config(
             model_config.get_total_num_hidden_layers(),
             scheduler_config.max_num_batched_tokens,
             int(memory * args.gpu_memory_utilization),
+            3 if reads else 2,
         )
     chosen: dict[str, Any] = {
         "staging_bytes": staging,

@@ -37,11 +37,15 @@ def stage_starts(vllm_config: "VllmConfig") -> list[int]:
 
 
 def default_staging_bytes(
-    bytes_a_row: int, layers: int, tokens_a_step: int, device_bytes: int
+    bytes_a_row: int,
+    layers: int,
+    tokens_a_step: int,
+    device_bytes: int,
+    num_steps: int = 2,
 ) -> int:
     """The default size of staging memory, in bytes.
 
-    It holds two steps of maximum size, at one hook point of every layer. Smaller steps
+    It holds some steps of maximum size, at one hook point of every layer. Smaller steps
     would cost the CPU as much and leave the GPU less busy.
 
     Args:
@@ -49,7 +53,9 @@ def default_staging_bytes(
         layers: number of decoder blocks.
         tokens_a_step: maximum number of tokens per step.
         device_bytes: device memory that the server may use.
+        num_steps: how many steps it holds: two, with readouts three.
 
     """
-    wanted = 2 * tokens_a_step * layers * bytes_a_row
-    return max(LEAST_STAGING, min(wanted, device_bytes // STAGING_SHARE))
+    wanted = tokens_a_step * layers * bytes_a_row
+    step = max(LEAST_STAGING // 2, min(wanted, device_bytes // STAGING_SHARE // 2))
+    return num_steps * step

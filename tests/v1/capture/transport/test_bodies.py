@@ -27,6 +27,8 @@ from vllm.v1.capture.transport.bodies import (
     form_for,
 )
 from vllm.v1.capture.transport.parts import Part, Reference, described
+from vllm.v1.readouts.frontend import http
+from vllm.v1.readouts.frontend.http import Listed
 
 WIDTH = 5
 
@@ -76,6 +78,40 @@ def test_json_holds_each_part_as_base64(
             assert told["encoding"] == encoding
             data = pa.decompress(data, one.rows.nbytes, encoding, asbytes=True)
         assert data == bytes(one.data)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=3),
+    st.integers(0, 2),
+    st.integers(1, 7),
+)
+def test_large_arrays_are_inserted_as_lists(
+    shapes: list[tuple[int, int]], rows: int, each: int
+) -> None:
+    parts = [part(i) for i in range(rows)]
+    arrays = [np.random.default_rng(0).standard_normal(s, np.float32) for s in shapes]
+    for array in arrays:
+        array.flat[0] = np.nan
+    listed = [Listed(array=array) for array in arrays]
+
+    def with_arrays(reference: Reference) -> Mapping[str, Any]:
+        found = [reference(one) for one in listed]
+        return {"readouts": found, **tell(parts)(reference)}
+
+    with patch.object(http, "PIECE_NUMBERS", each):
+        for form in (as_json, as_safetensors):
+            data = sent(form(with_arrays, parts))
+            reply = json.loads(data) if form is as_json else response_in(data)
+            expected = [np.where(np.isnan(a), None, a).tolist() for a in arrays]
+            assert reply["readouts"] == expected
+            assert reply["text"] == 'ä "quoted" rows-'
+            assert len(reply["capture_results"]["inline"]) == rows
+
+
+def response_in(file: bytes) -> Any:
+    """The document in a safetensors file."""
+    size = int.from_bytes(file[:8], "little")
+    return json.loads(json.loads(file[8 : 8 + size])["__metadata__"]["response"])
 
 
 def test_large_parts_are_made_piece_by_piece() -> None:

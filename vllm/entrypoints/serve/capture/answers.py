@@ -27,6 +27,7 @@ from vllm.v1.capture.transport.bodies import (
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS, Handout
 from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
 from vllm.v1.capture.types import CaptureResult
+from vllm.v1.readouts.frontend.http import listed_in, told
 
 _threads = ThreadPoolExecutor(max(num_threads(), 2), "capture-answer")
 _former = ThreadPoolExecutor(1, "capture-form")
@@ -35,18 +36,17 @@ several threads the event loop would wait for all of them."""
 
 
 def carries_rows(response: Any) -> bool:
-    """Whether a response, or a streamed chunk, has rows in its results."""
-    results = response.capture_results
-    return results is not None and any(
-        isinstance(result, Deferred) for result in results.values()
-    )
+    """Whether a response, or a streamed chunk, has rows or large arrays."""
+    results = response.capture_results or {}
+    rows = any(isinstance(result, Deferred) for result in results.values())
+    return rows or next(listed_in(response.readouts), None) is not None
 
 
 class Document:
-    """A response split into JSON fields and the rows of its results.
+    """A response split into JSON fields, and rows and large arrays of its results.
 
     Args:
-        response: a response or chunk with `capture_results`.
+        response: a response or chunk for which `carries_rows`, or one of kept rows.
         exclude: names of fields to leave out.
         exclude_unset: whether to leave out fields that were not set.
 
@@ -58,12 +58,16 @@ class Document:
         exclude: Collection[str] = (),
         exclude_unset: bool = False,
     ) -> None:
+        own = {"capture_results", "readouts"} & type(response).model_fields.keys()
         self._response = response.model_dump(
-            exclude={"capture_results", *exclude}, exclude_unset=exclude_unset
+            exclude=own.union(exclude), exclude_unset=exclude_unset
         )
+        shown = own & response.model_fields_set if exclude_unset else own
+        self._response |= dict.fromkeys(sorted(shown.difference(exclude), reverse=True))
+        self._readouts = getattr(response, "readouts", None)
         self._plain: dict[str, Any] = {}
         self._results: dict[str, CaptureResult] = {}
-        for name, result in response.capture_results.items():
+        for name, result in (response.capture_results or {}).items():
             if isinstance(result, Deferred):
                 self._results[name] = result.result
             else:
@@ -101,8 +105,13 @@ class Document:
         def show(name: str, payload: RowsByTap) -> list[dict[str, Any]]:
             return [described(part, refer) for part in parts_of_payload(name, payload)]
 
-        results = {**self._plain, **results_as_json(self._results, show)}
-        return {**self._response, "capture_results": results}
+        document = dict(self._response)
+        if self._readouts is not None:
+            document["readouts"] = told(self._readouts, reference)
+        if self._plain or self._results:
+            results = {**self._plain, **results_as_json(self._results, show)}
+            document["capture_results"] = results
+        return document
 
 
 def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:

@@ -55,15 +55,14 @@ class RowsResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        respond = super().__call__
+        send_all = super().__call__
 
-        async def respond_alone(scope: Scope, receive: Receive, send: Send) -> None:
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             when_response_ends(lambda: None)  # Something to hold, or it is not cut.
-            await respond(scope, receive, send)
+            await send_all(scope, receive, send)
 
         counts = current_response() is not None
-        app = respond if counts else counting_unsent(respond_alone)
-        await app(scope, receive, send)
+        await (respond if counts else counting_unsent(respond))(scope, receive, send)
 
 
 class Sender:

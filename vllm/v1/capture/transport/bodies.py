@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from secrets import token_hex
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import pyarrow as pa
@@ -36,7 +36,18 @@ DTYPES = {
 
 Piece: TypeAlias = bytes | memoryview
 Tell: TypeAlias = Callable[[Reference], Mapping[str, Any]]
-"""`tell(reference)`: the document, with `reference(part)` in place of rows."""
+"""`tell(reference)`: the document, with `reference(part)` in place of rows and of large
+arrays."""
+
+
+class Array(Protocol):
+    """A large array of numbers in the document."""
+
+    def plain(self) -> Any:
+        """The nested list."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its JSON text, in pieces."""
 
 
 class Body(NamedTuple):
@@ -70,34 +81,49 @@ def json_text(document: Mapping[str, Any]) -> str:
 def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
     """One JSON document, with rows as base64.
 
-    The base64 is inserted piece by piece into the encoded document; it needs no
-    escapes, so the JSON encoder need not process it.
+    The base64 and the text of large arrays are inserted piece by piece into the encoded
+    document, so the JSON encoder need not process them.
     """
     mark = f"rows-{token_hex(16)}-"
-    number = {part.name: str(index) for index, part in enumerate(parts)}
+    inserted: list[Part | Array] = []
 
-    def refer(part: Part) -> dict[str, Any]:
+    def refer(part: Part | Array) -> Any:
+        inserted.append(part)
+        if not isinstance(part, Part):
+            return mark
         packed = {} if part.encoding is None else {"encoding": part.encoding}
-        return {**packed, "data": f"{mark}{number[part.name]}-"}
+        return {**packed, "data": mark}
 
-    begin, *rest = json_text(tell(refer)).split(mark)
-    size: int | None = len(begin.encode())
-    for text in rest:
-        index, _, after = text.partition("-")
-        part = parts[int(index)]
-        length = None if part.encoding else -(-part.rows.nbytes // 3) * 4
-        if size is not None:
-            size = None if length is None else size + length + len(after.encode())
-    return Body("application/json", size, coalesced(_spliced(begin, rest, parts)))
+    # The order of the text is that of the calls, but for `capture_results`, the last.
+    texts = json_text(tell(refer)).split(mark)
+    arrays = [one for one in inserted if not isinstance(one, Part)]
+    order = [*arrays, *(one for one in inserted if isinstance(one, Part))]
+    for number in range(len(arrays)):  # A list has no quotes around it.
+        texts[number] = texts[number][:-1]
+        texts[number + 1] = texts[number + 1][1:]
+    size: int | None = sum(len(text.encode()) for text in texts)
+    for one in order:
+        known = isinstance(one, Part) and not one.encoding
+        assert size is None or isinstance(size, int)
+        size = None if size is None or not known else size + _base64_size(one)
+    return Body("application/json", size, coalesced(_spliced(texts, order)))
 
 
-def _spliced(begin: str, rest: Sequence[str], parts: Sequence[Part]) -> Iterator[Piece]:
-    yield begin.encode()
-    for text in rest:
-        index, _, after = text.partition("-")
-        data = encoded(parts[int(index)])
-        for start in range(0, len(data), PIECE_BYTES):
-            yield pybase64.b64encode(data[start : start + PIECE_BYTES])
+def _base64_size(part: Part) -> int:
+    return -(-part.rows.nbytes // 3) * 4
+
+
+def _spliced(
+    texts: Sequence[str], inserted: Sequence["Part | Array"]
+) -> Iterator[Piece]:
+    yield texts[0].encode()
+    for one, after in zip(inserted, texts[1:], strict=True):
+        if isinstance(one, Part):
+            data = encoded(one)
+            for start in range(0, len(data), PIECE_BYTES):
+                yield pybase64.b64encode(data[start : start + PIECE_BYTES])
+        else:
+            yield from one.pieces()
         yield after.encode()
 
 
@@ -122,7 +148,9 @@ def as_safetensors(tell: Tell, parts: Sequence[Part]) -> Body:
             "data_offsets": [offset, end],
         }
         offset = end
-    document = json_text(tell(lambda part: {"part": part.name}))
+    document = json_text(
+        tell(lambda p: {"part": p.name} if isinstance(p, Part) else p.plain())
+    )
     text = json.dumps({"__metadata__": {"response": document}, **entries}).encode()
     text += b" " * (-len(text) % 8)
     first = len(text).to_bytes(8, "little") + text

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureResult
 
-Reference: TypeAlias = Callable[["Part"], dict[str, Any]]
+Reference: TypeAlias = Callable[[Any], Any]
 """`reference(part)`: the entries in the document that stand for a part's rows."""
 
 

@@ -101,12 +101,16 @@ class WorkerCapture:
         self._outbox = Outbox()
         self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
         encoder = row_encoder(self._lanes, width, dtype, device)
+        # Ranks that take no rows need something to pass to the taps.
+        ring_rows, scratch_rows = (
+            (2 * step_rows, step_rows) if self._takes_rows else (1, 0)
+        )
         self._staging = Staging(
-            2 * step_rows if self._takes_rows else 1,
+            ring_rows,
             width,
             dtype,
             device,
-            scratch_rows=step_rows if readouts is not None else 0,
+            scratch_rows=0 if readouts is None else scratch_rows,
             encoder=encoder,
         )
         self._hands_on: tuple[int, bool] = -1, False

@@ -3,19 +3,69 @@
 
 Arrays are nested lists, with null for NaN and infinity. Rows are objects with `dtype`,
 `shape` and `data`, the base64 of the little-endian bytes, like packed steering vectors.
+Large arrays are encoded when the response is sent, piece by piece on a thread: the list
+of a million numbers would keep the event loop for half a second.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
+from pydantic import BaseModel, model_serializer
 
 from vllm.v1.readouts.results import Array, ReadoutResult
 from vllm.v1.residual.choices import by_choice
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
+
+
+PIECE_NUMBERS = 1 << 14
+"""Numbers that are encoded at once; a few milliseconds. Larger arrays wait."""
+
+
+class Listed(BaseModel):
+    """A large array whose encoding is deferred until the response is sent.
+
+    It is a nested list if the response model is dumped as a whole.
+    """
+
+    array: Any
+    """The values, of any shape."""
+
+    @model_serializer
+    def plain(self) -> Any:
+        """The nested list."""
+        return msgspec.json.decode(b"".join(self.pieces()))
+
+    def pieces(self) -> Iterator[bytes]:
+        """The JSON text of the nested list, in pieces."""
+        array: Array = self.array
+        each = max(PIECE_NUMBERS * len(array) // array.size, 1)
+        for start in range(0, len(array), each):
+            text = msgspec.json.encode(array[start : start + each].tolist())
+            yield (b"," if start else b"[") + text[1:-1]
+        yield b"]"
+
+
+def listed_in(readouts: Any) -> Iterator[Listed]:
+    """The large arrays in the `readouts` field of a response."""
+    if isinstance(readouts, Listed):
+        yield readouts
+    elif isinstance(readouts, dict):
+        for value in readouts.values():
+            yield from listed_in(value)
+
+
+def told(readouts: Any, tell: Callable[[Listed], Any]) -> Any:
+    """The `readouts` field with `tell(array)` in place of large arrays."""
+    if isinstance(readouts, Listed):
+        return tell(readouts)
+    if isinstance(readouts, dict):
+        return {name: told(value, tell) for name, value in readouts.items()}
+    return readouts
 
 
 def response_readouts(
@@ -71,12 +121,7 @@ def _packed(array: Array) -> dict[str, Any]:
 
 
 def _listed(array: Array) -> Any:
-    if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-        return _without_nan(array.tolist())
-    return array.tolist()
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_nan(one) for one in value]
-    return value if np.isfinite(value) else None
+    listed = Listed.model_construct(array=array)
+    if array.size > PIECE_NUMBERS:
+        return listed
+    return listed.plain() if array.size else array.tolist()

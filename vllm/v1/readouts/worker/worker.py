@@ -400,6 +400,8 @@ class WorkerReadouts:
         self, job: Job, staging: torch.Tensor, first_row: int, further: int
     ) -> torch.Tensor | Arrays:
         """A job's rows `[R, hidden_size]`, or its result if it reduces rows."""
+        if not self._has_rows:  # Rank 0 sends them.
+            return staging.new_empty(len(job.index), self._width)
         if job.key[0] != "reduce":
             return self._rows(job, staging, first_row)
         began = perf_counter()
