@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.hostile.client import Client
+from tests.hostile.client import Client, watching
 from tests.hostile.conftest import INLINE_BYTES, WIDTH
 from tests.support.server import Server
 from vllm.entrypoints.serve.interp_engine.room import MOST_BYTES, MOST_TOGETHER
@@ -134,3 +134,40 @@ def test_tensors_that_clients_of_interp_engine_do_not_read_are_bounded(
     while client.post(path, {"token_ids": [5]}).status != 200:
         assert monotonic() < deadline, "clients that are gone hold memory"
         sleep(0.2)
+
+
+READOUTS: dict[str, Any] = {
+    **BODY,
+    "n": 1,
+    "capture": None,
+    "readouts": {
+        f"lens-{number}": {
+            "kind": "lens",
+            "layers": "all",
+            "top_k": 64,
+            "positions": "all_prompt",
+        }
+        for number in range(40)
+    },
+}
+"""Just below the numbers that the results of a request may have."""
+
+
+@pytest.mark.hostile
+def test_large_results_of_readouts_delay_nobody(
+    attacked: Server, client: Client, api_key: str, opened: ExitStack
+) -> None:
+    assert client.post("/v1/completions", READOUTS).status == 200
+    before = resident(attacked.pid)
+    with watching(attacked) as watch:
+        reply = client.post("/v1/completions", READOUTS)
+        lens = reply.body["choices"] and reply.body["readouts"]["lens-39"]
+        assert len(lens["positions"]) == len(PROMPT)
+        assert len(lens["logprobs"]) == len(PROMPT) and len(lens["logprobs"][0]) == 3
+        deaf = Deaf(attacked, api_key, READOUTS)
+        opened.enter_context(deaf.socket)
+        assert deaf.is_admitted()
+    print(f"/health: {max(watch.waits):.3f} s, of it running {max(watch.owned):.3f} s")
+    print(f"more memory: {(resident(attacked.pid) - before) >> 20} MiB")
+    assert max(watch.owned) < 0.25
+    assert resident(attacked.pid) - before < 128 << 20
