@@ -2,7 +2,7 @@
 """The asynchronous client: the other one, on threads."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -69,6 +69,22 @@ class AsyncClient:
         """Generate a chat's next message; arguments are those of `complete`."""
         return await self._run(self._client.chat, messages, tokens=tokens, **fields)
 
+    async def complete_many(
+        self,
+        prompts: Sequence[Prompt | Messages],
+        *,
+        concurrency: int = 32,
+        progress: bool = True,
+        **fields: Any,
+    ) -> list[Reply]:
+        """Complete texts, token ids or chats, some at a time; see `Client`."""
+        chosen = {"concurrency": concurrency, "progress": progress, **fields}
+        return await self._run(self._client.complete_many, prompts, **chosen)
+
+    async def logprobs(self, prompt: Prompt) -> list[tuple[str, float]]:
+        """The log-probability of each token of a text; see `Client.logprobs`."""
+        return await self._run(self._client.logprobs, prompt)
+
     async def stream(
         self, prompt: Prompt | Messages, **fields: Any
     ) -> AsyncIterator[Chunk]:
@@ -128,6 +144,28 @@ class AsyncClient:
     ) -> dict[str, Any]:
         """Unregister a named module."""
         return await self._run(self._client.unregister_module, name, key=key)
+
+    async def readouts(self) -> dict[str, Any]:
+        """The named probes, translators and SAEs, limits and counters."""
+        return await self._run(self._client.readouts)
+
+    async def register_probe(
+        self, name: str, path: str, **options: Any
+    ) -> dict[str, Any]:
+        """Register a probe or a translator; see `Client.register_probe`."""
+        return await self._run(self._client.register_probe, name, path, **options)
+
+    async def register_sae(
+        self, name: str, path: str, **options: Any
+    ) -> dict[str, Any]:
+        """Register a sparse autoencoder; see `Client.register_sae`."""
+        return await self._run(self._client.register_sae, name, path, **options)
+
+    async def unregister_readout(
+        self, name: str, *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Unregister a probe, a translator or an SAE."""
+        return await self._run(self._client.unregister_readout, name, key=key)
 
     async def _run(self, call: Callable[..., T], *args: Any, **named: Any) -> T:
         return await self._run_in(Exchange(), partial(call, *args, **named))

@@ -2,7 +2,7 @@
 """The synchronous client."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
@@ -11,6 +11,7 @@ import numpy as np
 from clearbox_client.bulk import accept_of, document_in
 from clearbox_client.connection import Answer, Connections
 from clearbox_client.errors import ClearboxError, understood
+from clearbox_client.many import run_many
 from clearbox_client.replies import Chunk, Reply
 from clearbox_client.requests import (
     Messages,
@@ -99,6 +100,56 @@ class Client:
     def chat(self, messages: Messages, *, tokens: bool = False, **fields: Any) -> Reply:
         """Generate a chat's next message; arguments are those of `complete`."""
         return self._reply(messages, tokens, fields)
+
+    def complete_many(
+        self,
+        prompts: Sequence[Prompt | Messages],
+        *,
+        concurrency: int = 32,
+        progress: bool = True,
+        **fields: Any,
+    ) -> list[Reply]:
+        """Complete texts, token ids or chats, some at a time.
+
+        Args:
+            prompts: the prompts.
+            concurrency: requests at once.
+            progress: whether a terminal shows a bar.
+            fields: as of `complete`, for all of them.
+
+        Returns:
+            The replies, in the order of the prompts.
+
+        Raises:
+            ClearboxError: the server has refused a request; those that wait are not
+                sent.
+
+        """
+        _ = self.model  # Asked once, not by each thread.
+
+        def ask(prompt: Prompt | Messages) -> Reply:
+            return self._reply(prompt, False, fields)
+
+        return run_many(ask, prompts, concurrency, progress)
+
+    def logprobs(self, prompt: Prompt) -> list[tuple[str, float]]:
+        """The natural log-probability of each token of a text, given those before it.
+
+        Returns:
+            `(token, log-probability)`; that of the first is NaN, as nothing precedes
+            it.
+
+        """
+        reply = self._reply(prompt, False, {"max_tokens": 1, "prompt_logprobs": 0})
+        with understood(200):
+            (choice,) = reply.raw["choices"]
+            told = choice["prompt_logprobs"]
+            first = self.token_texts(choice["prompt_token_ids"][:1])
+            rest = [next(iter(one.values())) for one in told[1:]]
+            values = [
+                (str(one["decoded_token"]), float(one["logprob"])) for one in rest
+            ]
+        return [(first[0], float("nan")), *values]
 
     def stream(self, prompt: Prompt | Messages, **fields: Any) -> Iterator[Chunk]:
         """Yield the chunks of a completion, or of a chat if `prompt` lists messages.
@@ -228,8 +279,51 @@ class Client:
         """Unregister a named module."""
         return self._steer("modules/unregister", key, {"name": name})
 
+    def readouts(self) -> dict[str, Any]:
+        """The named probes, translators and SAEs, limits and counters."""
+        answer: dict[str, Any] = self._ask("GET", "/v1/readouts")
+        return answer
+
+    def register_probe(
+        self, name: str, path: str, *, replace: bool = False, key: str | None = None
+    ) -> dict[str, Any]:
+        """Register a probe or a translator from a file on the server."""
+        fields = {"name": name, "path": path, "replace": replace}
+        return self._change("/v1/readouts/modules/register", key, fields)
+
+    def register_sae(
+        self,
+        name: str,
+        path: str,
+        *,
+        layer: int | None = None,
+        hook: str | None = None,
+        replace: bool = False,
+        key: str | None = None,
+    ) -> dict[str, Any]:
+        """Register a sparse autoencoder from a file or folder on the server.
+
+        `layer` and `hook` are for files that do not name their place.
+        """
+        fields = {"name": name, "path": path, "replace": replace}
+        place = {"layer": layer, "hook": hook}
+        fields |= {name: one for name, one in place.items() if one is not None}
+        return self._change("/v1/sae/register", key, fields)
+
+    def unregister_readout(
+        self, name: str, *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Unregister a probe, a translator or an SAE."""
+        modules = self.readouts()["modules"]
+        kind = (
+            "sae" if modules.get(name, {}).get("kind") == "sae" else "readouts/modules"
+        )
+        return self._change(f"/v1/{kind}/unregister", key, {"name": name})
+
     def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
-        path = f"/v1/steering/{what}"
+        return self._change(f"/v1/steering/{what}", key, fields)
+
+    def _change(self, path: str, key: str | None, fields: Any) -> dict[str, Any]:
         answer: dict[str, Any] = self._ask("POST", path, plain(fields), headers_of(key))
         return answer
 

@@ -53,6 +53,27 @@ def test_several_samples_have_rows_each(client: Client) -> None:
     assert all(len(one[2, "post_block"]) == 10 for one in reply.rows_of)
 
 
+def test_many_prompts_are_answered_in_order(client: Client) -> None:
+    prompts: list[Any] = [PROMPT[:3], [{"role": "user", "content": "hi"}], PROMPT[:5]]
+    replies = client.complete_many(prompts, concurrency=2, progress=False, **FIELDS)
+    assert replies[0].prompt_token_ids == PROMPT[:3]
+    assert replies[1].text == client.chat(prompts[1], **FIELDS).text
+    assert replies[2].prompt_token_ids == PROMPT[:5]
+    with pytest.raises(ClearboxError) as caught:
+        client.complete_many([PROMPT, PROMPT], capture={"nobody": {}}, **FIELDS)
+    assert caught.value.status == 400
+
+
+def test_log_probabilities_are_the_models(client: Client, reference: Reference) -> None:
+    found = client.logprobs(PROMPT)
+    logits = reference.model(torch.tensor([PROMPT])).logits[0]
+    logs = logits.detach().log_softmax(-1)
+    wanted = [float(logs[at, token]) for at, token in enumerate(PROMPT[1:])]
+    assert [text for text, _ in found] == client.token_texts(PROMPT)
+    assert np.isnan(found[0][1])
+    assert np.allclose([value for _, value in found[1:]], wanted, atol=1e-3)
+
+
 def test_a_stream_and_a_chat_carry_rows(client: Client) -> None:
     chunks = list(client.stream(PROMPT, capture=CAPTURE, **FIELDS))
     whole = client.complete(PROMPT, capture=CAPTURE, **FIELDS)

@@ -250,6 +250,22 @@ def test_modules_are_named_and_forgotten(server: Server, folder: Path) -> None:
     assert set(server.get(route).body["modules"]) == {"direction"}
 
 
+def test_the_client_names_and_forgets_modules(server: Server, folder: Path) -> None:
+    path = folder / "named.safetensors"
+    save_probe(path, draw(1, HIDDEN), layer=0)
+    with Client(server.url) as client:
+        client.register_probe("named", str(path), key="secret")
+        client.register_probe("named", str(path), replace=True, key="secret")
+        with pytest.raises(ClearboxError):
+            client.register_probe("named", str(path), key="secret")
+        client.register_sae("sparse", str(folder / "topk"), key="secret")
+        having = client.readouts()["modules"]
+        assert having["named"]["kind"] == "probe" and having["sparse"]["kind"] == "sae"
+        for name in ("named", "sparse"):
+            client.unregister_readout(name, key="secret")
+        assert not {"named", "sparse"} & client.readouts()["modules"].keys()
+
+
 def test_saes_have_routes_of_their_own(server: Server, folder: Path) -> None:
     assert server.get("/v1/sae").body["modules"]["jump"]["features"] == 200
     use = {"op": "feature", "sae": "jump", "feature": 3, "value": 9.0}

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a call for many prompts, some at a time."""
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from time import monotonic
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_many(
+    call: Callable[[Any], T], prompts: Sequence[Any], concurrency: int, progress: bool
+) -> list[T]:
+    """The results of a call for each prompt, in order.
+
+    Raises:
+        Exception: that of the first call that failed; those that wait are not made.
+
+    """
+    began = monotonic()
+    shown = progress and sys.stderr.isatty()
+    with ThreadPoolExecutor(max(concurrency, 1), "clearbox-many") as pool:
+        futures = [pool.submit(call, prompt) for prompt in prompts]
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                future.result()
+                if shown:
+                    _show(done, len(futures), monotonic() - began)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        finally:
+            if shown:
+                print(file=sys.stderr)
+    return [future.result() for future in futures]
+
+
+def _show(done: int, total: int, seconds: float) -> None:
+    bar = "#" * (30 * done // total)
+    left = seconds / done * (total - done)
+    state = f"{done}/{total}, {done / max(seconds, 1e-9):.1f} per s, {left:.0f} s left"
+    print(f"\r[{bar:30}] {state}  ", end="", file=sys.stderr, flush=True)
