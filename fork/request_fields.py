@@ -20,7 +20,7 @@ readouts: dict[str, Any] | None = Field(
     default=None,
     description="Readouts, computed from rows on the device: name -> readout.",
 )
-stop_when: list[dict[str, Any]] | None = Field(
+stop_when: list[dict[str, Any]] | dict[str, Any] | None = Field(
     default=None,
     description="Conditions on readouts that end the request at their token.",
 )

@@ -146,9 +146,7 @@ class Client:
             told = choice["prompt_logprobs"]
             first = self.token_texts(choice["prompt_token_ids"][:1])
             rest = [next(iter(one.values())) for one in told[1:]]
-            values = [
-                (str(one["decoded_token"]), float(one["logprob"])) for one in rest
-            ]
+            values = [(one["decoded_token"], float(one["logprob"])) for one in rest]
         return [(first[0], float("nan")), *values]
 
     def stream(self, prompt: Prompt | Messages, **fields: Any) -> Iterator[Chunk]:

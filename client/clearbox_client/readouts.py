@@ -58,6 +58,13 @@ class Readout:
     def __len__(self) -> int:
         return len(self.positions)
 
+    def __repr__(self) -> str:
+        parts = [self.kind, f"{len(self)} positions", f"{len(self.taps)} taps"]
+        parts += [f"{name} {list(one.shape)}" for name, one in self.arrays.items()]
+        told = {"error": self.error, "note": self.note}
+        parts += [f"{name}={text!r}" for name, text in told.items() if text]
+        return f"Readout({', '.join(parts)})"
+
     def _repr_html_(self) -> str:
         return notebook.readout_of(self)
 

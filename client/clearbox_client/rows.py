@@ -40,6 +40,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.stored)
 
+    def __repr__(self) -> str:
+        shape = list(self.stored.shape)
+        return f"Rows(layer {self.layer}, {self.hook}, {shape} {self.dtype})"
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         return np.asarray(self.values, dtype)
 
@@ -106,6 +110,9 @@ class RowSet(Mapping[tuple[int, str], Rows]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"RowSet({list(self._rows.values())})"
 
     def stacked(self, hook: str = "post_block") -> NDArray[Any]:
         """The rows of all layers at a hook point, `[layers, rows, hidden_size]`."""

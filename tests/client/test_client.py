@@ -22,6 +22,7 @@ from clearbox_client import (
     ClearboxError,
     Client,
     InputError,
+    Readout,
     RowSet,
     decode,
     pack,
@@ -345,6 +346,14 @@ def test_notebooks_show_a_table_and_a_heat_map() -> None:
     picture = rows._repr_html_()
     assert picture.count("<rect") == 43 and "position 5 #11: 2" in picture
     assert RowSet({})._repr_html_() == "<i>no rows</i>"
+    assert repr(rows[3, "post_block"]) == "Rows(layer 3, post_block, [3, 4] float32)"
+    assert repr(rows).startswith("RowSet([Rows(layer 3, post_block,")
+    values = {"kind": "probe", "positions": [4], "taps": [[3, "post_block"]]}
+    told = Readout.of({**values, "values": [[0.5]], "note": "before"})
+    assert (
+        repr(told)
+        == "Readout(probe, 1 positions, 1 taps, values [1, 1], note='before')"
+    )
 
 
 def test_the_client_imports_neither_torch_nor_vllm() -> None:

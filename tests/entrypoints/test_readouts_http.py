@@ -203,6 +203,8 @@ def test_rows_come_with_chunks_if_asked_to(server: Server) -> None:
             "above, below",
         ),
         ({"stop_when": [{"readout": "p", "above": 1}]}, "stop_when compares readouts"),
+        ({"readouts": {"p": PROBE}, "stop_when": {}}, "no readout None"),
+        ({"readouts": {"n": {"kind": "norm", "hooks": {"layers.1": [1]}}}}, "you mean"),
         ({"readouts": {"p": PROBE}, "stop_whem": []}, "stop_when"),
         ({"readouts": {"p": PROBE | {"layer": 9}}}, "readouts.p.layer: layer 9"),
     ],
@@ -224,7 +226,8 @@ def test_modules_are_named_and_forgotten(server: Server, folder: Path) -> None:
     save_probe(path, draw(1, HIDDEN), layer=0)
     route = "/v1/readouts/modules"
     named = {"name": "later", "path": str(path), "replace": None}
-    assert server.post(f"{route}/register", named).status == 401
+    unkeyed = server.post(f"{route}/register", named)
+    assert unkeyed.status == 401 and "--steering-api-key" in unkeyed.body["error"]
     assert server.post(f"{route}/register", named, **KEY).status == 200
     assert server.post(f"{route}/register", named, **KEY).status == 400
     assert set(server.get(route).body["modules"]) == {"direction", "later"}

@@ -2,9 +2,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.v1.capture._sinks import key
-from vllm.v1.capture.results import join_payloads, merge, merge_samples
+from vllm.v1.capture.results import RowsByTap, join_payloads, merge, merge_samples
 from vllm.v1.capture.types import CaptureResult
 
 
@@ -54,3 +55,13 @@ def test_the_payload_of_several_samples_is_by_sample() -> None:
     result = merge_samples("r", {0: of("ok", payload=["x"]), 1: of("error", "bad")})
     assert result.payload == {0: ["x"], 1: None}
     assert (result.status, result.error) == ("partial_error", "bad")
+
+
+def test_rows_by_tap_are_shown_by_their_shapes() -> None:
+    rows = RowsByTap()
+    facts = {"positions": [0, 1], "token_ids": [5, 6], "encoding": None}
+    for layer in range(6):
+        rows.put((layer, "post_block"), torch.zeros(2, 3, dtype=torch.bfloat16), facts)
+    shown = repr(rows)
+    assert shown.startswith("RowsByTap((0, 'post_block'): [2, 3] bfloat16, ")
+    assert shown.endswith("... 6 taps)") and len(shown) < 250

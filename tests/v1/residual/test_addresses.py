@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from vllm.v1.residual.addresses import (
     ALIASES,
     MLP_ADD,
+    did_you_mean,
     equal_points,
     hook_name,
     own_point,
@@ -77,3 +78,22 @@ def test_what_the_mlp_adds_is_its_output_only_where_a_layer_says_so() -> None:
     assert equal_points({0: plain, 1: ("post_block",)}) == {MLP_ADD: "mlp_out"}
     assert equal_points({0: plain, 1: other}) == equal_points({0: ()}) == {}
     assert without_aliases({0: plain, 1: other}) == {0: other, 1: other}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("model.layers.3.mlp", "mlp_out.3"),
+        ("model.layers.11", "post_block.11"),
+        ("transformer.h.0.ln_2", "post_attn.0"),
+        ("layers.2.input_layernorm", "pre_attn.2"),
+        ("post_blok", "post_block"),
+        ("hook_resid_pst", "hook_resid_post"),
+        ("model.layers.3.rotary", None),
+        ("lm_head", None),
+        (7, None),
+    ],
+)
+def test_names_of_other_systems_are_guessed(name: object, meant: str | None) -> None:
+    said = did_you_mean(name)
+    assert said == ("" if meant is None else f". Did you mean {meant!r}?")

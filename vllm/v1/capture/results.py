@@ -9,6 +9,9 @@ import torch
 from vllm.v1.capture.types import CaptureResult, CaptureStatus
 from vllm.v1.residual.tap import Tap
 
+MOST_SHOWN = 4
+"""Taps in the text of an object."""
+
 
 class RowsByTap(dict[Tap, torch.Tensor]):
     """`(layer, hook)` -> rows `[rows, hidden_size]` on the CPU.
@@ -26,6 +29,14 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         """Compression in HTTP responses: `"zstd"`, or None for plain base64."""
         self.transport = "http"
         """`"http"`: in the response body. `"shm"`: in memory that the client maps."""
+
+    def __repr__(self) -> str:
+        shown = [
+            f"({layer}, {hook!r}): {list(rows.shape)} {str(rows.dtype)[6:]}"
+            for (layer, hook), rows in list(self.items())[:MOST_SHOWN]
+        ]
+        more = [f"... {len(self)} taps"] if len(self) > MOST_SHOWN else []
+        return f"RowsByTap({', '.join(shown + more)})"
 
     def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
         """Add the rows of a tap; `facts` has the form that `facts_of` returns."""

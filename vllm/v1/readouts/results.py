@@ -58,6 +58,17 @@ class ReadoutResult:
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
 
+    def __repr__(self) -> str:
+        parts = [
+            self.kind,
+            f"{len(self.positions)} positions",
+            f"{len(self.taps)} taps",
+        ]
+        parts += [f"{name} {list(one.shape)}" for name, one in self.arrays.items()]
+        told = {"error": self.error, "note": self.note}
+        parts += [f"{name}={text!r}" for name, text in told.items() if text]
+        return f"ReadoutResult({', '.join(parts)})"
+
 
 class Joined:
     """The parts of one readout of a request, in order of arrival."""

@@ -9,6 +9,7 @@ Accepted forms of an address, which names the hook point of one layer:
     post_block.10               ours
 """
 
+import difflib
 import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -45,6 +46,19 @@ TransformerLens' `hook_mlp_in` is not included: it is the stream before the norm
 `mlp_in` is the input of the MLP, after the norm.
 """
 
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "": "post_block",
+        "input_layernorm": "pre_attn",
+        "ln_1": "pre_attn",
+        "post_attention_layernorm": "post_attn",
+        "ln_2": "post_attn",
+        "mlp": "mlp_out",
+    }
+)
+"""What the output of a Transformers module, or the input of a norm, is here."""
+
+_OF_MODULE = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d{1,6})\.?(\w*)")
 _OF_BLOCK = re.compile(r"blocks\.(0|[1-9]\d{0,5})\.([a-z][a-z0-9_.]*)")
 _WITH_LAYER = re.compile(r"([a-z][a-z0-9_]*)\.(0|[1-9]\d{0,5})")
 
@@ -129,3 +143,20 @@ def parse_address(text: str) -> Tap | None:
     else:
         return None
     return None if hook is None else (int(layer), hook)
+
+
+def did_you_mean(name: object) -> str:
+    """The end of a message that `name` is unknown: what was probably meant, if known.
+
+    Modules of the Transformers library, such as `model.layers.3.mlp`, and names that
+    are misspelt are recognised.
+    """
+    if not isinstance(name, str):
+        return ""
+    if found := _OF_MODULE.fullmatch(name):
+        layer, module = found.groups()
+        meant = f"{_MODULES[module]}.{layer}" if module in _MODULES else None
+    else:
+        known = difflib.get_close_matches(name, [*HOOK_NAMES, *ALIASES], 1, 0.75)
+        meant = known[0] if known else None
+    return "" if meant is None else f". Did you mean {meant!r}?"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias
 
 from vllm.v1.residual.addresses import (
+    did_you_mean,
     hook_name,
     own_point,
     parse_address,
@@ -119,7 +120,7 @@ def _hook(name: Any, selector: Any, where: str, fail: Fail) -> tuple[str, Any]:
         return tap[1], [tap[0]]
     raise fail(
         f"{where}: {shown(name)} is not a hook point; the hook points are "
-        f"{list(HOOK_NAMES)}, and addresses such as post_block.3",
+        f"{list(HOOK_NAMES)}, and addresses such as post_block.3{did_you_mean(name)}",
         where,
         name,
     )

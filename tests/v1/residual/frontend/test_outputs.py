@@ -63,3 +63,10 @@ def test_several_samples_are_not_reduced_to_the_first() -> None:
     one.outputs[1].steering = {"doses": 1}
     with pytest.raises(ValueError, match=r"output\.outputs\[i\]\.steering"):
         _ = one.steering
+
+
+def test_a_readout_is_shown_by_its_shapes() -> None:
+    found = ReadoutResult("norm", [3, 4], ((1, "post_block"),), error="lost")
+    found.arrays["norm"] = np.zeros((2, 1), np.float32)
+    shown = "ReadoutResult(norm, 2 positions, 1 taps, norm [2, 1], error='lost')"
+    assert repr(found) == shown

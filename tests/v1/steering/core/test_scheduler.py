@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from hypothesis import given
@@ -22,12 +23,17 @@ def request(name: str, config: int | None) -> Any:
 
 def test_once_one_waits_those_behind_it_wait_too_but_unsteered_pass() -> None:
     steering = SteeringScheduling(num_slots=1)
+    said = mock.patch("vllm.v1.steering.core.scheduler.logger.warning").start()
     steering.new_step()
     first = request("first", 1)
     assert steering.admits(first)
     steering.begin(first)
     assert not steering.admits(request("blocked", 2))
     assert not steering.admits(request("shares", 1)), "it would overtake"
+    steering.new_step()
+    assert not steering.admits(request("blocked", 2))
+    mock.patch.stopall()
+    assert said.call_count == 1 and "--max-steering-configs" in said.call_args[0][0]
     assert steering.admits(request("plain", None))
 
 

@@ -18,7 +18,7 @@ from vllm.capture_dataset.spec import (
 )
 from vllm.entrypoints.cli.steer.options import parse_layers
 from vllm.v1.capture.errors import fail
-from vllm.v1.residual.addresses import MLP_ADD, hook_name, parse_address
+from vllm.v1.residual.addresses import MLP_ADD, did_you_mean, hook_name, parse_address
 from vllm.v1.residual.selectors import parse_positions
 from vllm.v1.residual.tap import HOOK_NAMES
 
@@ -266,7 +266,7 @@ def _resolve_hooks(args: argparse.Namespace) -> None:
     if unknown or not args.hook:
         raise fail(
             f"hook: unknown {unknown}; use some of {list(HOOK_NAMES)}, or addresses "
-            "such as post_block.3",
+            f"such as post_block.3{did_you_mean(next(iter(unknown), None))}",
             "hook",
             args.hook,
         )

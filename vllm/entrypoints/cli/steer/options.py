@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.residual.addresses import MLP_ADD, hook_name, parse_address
+from vllm.v1.residual.addresses import MLP_ADD, did_you_mean, hook_name, parse_address
 from vllm.v1.residual.numbers import Fail
 from vllm.v1.residual.tap import HOOK_NAMES
 from vllm.v1.steering.errors import fail
@@ -60,7 +60,7 @@ def parse_hook(text: str) -> str:
     if name is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a hook point; use one of {list(HOOK_NAMES)}, or an "
-            "address such as post_block.3"
+            f"address such as post_block.3{did_you_mean(text)}"
         )
     return name
 

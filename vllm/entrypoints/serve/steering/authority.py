@@ -130,7 +130,10 @@ def refusal(request: "Request") -> JSONResponse | None:
     if may_change(keys, request.headers.get("Authorization")):
         return None
     return JSONResponse(
-        {"error": "Unauthorized"},
+        {
+            "error": "Unauthorized: this route needs a steering key "
+            "(--steering-api-key), not the server's API key"
+        },
         status_code=HTTPStatus.UNAUTHORIZED,
         headers={"WWW-Authenticate": "Bearer"},
     )

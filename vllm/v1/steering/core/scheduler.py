@@ -3,8 +3,10 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.logger import init_logger
 from vllm.v1.residual.receipts import Fired, FiredLabel
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.core.name_log import NamesLog
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.request import Request
+
+
+logger = init_logger(__name__)
+
+SAID_EVERY = 60.0
+"""Seconds between two log lines about requests that wait."""
 
 
 class HeldChange(NamedTuple):
@@ -61,6 +69,7 @@ class SteeringScheduling:
         self._unsent: Counter[FiredLabel] = Counter()
         self._step = SteeringStep()
         self._blocked = False
+        self._said_at = -SAID_EVERY
 
     def note_fired(self, grown: Fired | None) -> None:
         """Add what a step's output says about conditions."""
@@ -108,7 +117,21 @@ class SteeringScheduling:
         if not self._blocked:
             size, taken = tiers.bank_bytes, self._taken
             self._blocked = not self.slots.has_room(tiers.digest, size, taken)
+            if self._blocked:
+                self._say_blocked()
         return not self._blocked
+
+    def _say_blocked(self) -> None:
+        """Log, at most once a minute, that requests wait for a configuration's end."""
+        now = monotonic()
+        if now - self._said_at < SAID_EVERY:
+            return
+        self._said_at = now
+        logger.warning(
+            "Requests wait, because more steering configurations are wanted at once "
+            "than --max-steering-configs, or more vectors of operations than "
+            "--steering-bank-mib holds"
+        )
 
     def begin(self, request: "Request") -> None:
         """Assign a slot to a request that is scheduled from this step on."""

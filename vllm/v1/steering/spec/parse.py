@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm.v1.residual.addresses import (
+    did_you_mean,
     hook_name,
     own_point,
     parse_address,
@@ -165,7 +166,8 @@ def _by_hook(raw: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any, str
         else:
             raise fail(
                 f"{where}: {shown(name)} is not a hook point; the hook points are "
-                f"{list(HOOKS)}, and addresses such as post_block.3",
+                f"{list(HOOKS)}, and addresses such as post_block.3"
+                f"{did_you_mean(name)}",
                 where,
                 name,
             )
