@@ -140,6 +140,22 @@ def test_each_chunk_carries_what_its_tokens_bring(server: Server) -> None:
     assert positions
 
 
+def test_rows_are_kept_where_a_readout_fires(server: Server) -> None:
+    keep = {"readout": "n", "above": 0, "scope": "token"}
+    rows = {"hooks": {"post_block": [0, 1]}, "positions": "all", "keep_when": keep}
+    norm = {"kind": "norm", "hooks": {"post_block": [1]}, "positions": [1]}
+    asked = body(readouts={"n": norm}, capture={"inline": rows})
+    reply = server.post("/v1/completions", asked)
+    told = reply.body["capture_results"]["inline"]
+    assert (
+        told["kept"] == 2 and [one["positions"] for one in told["payload"]] == [[1]] * 2
+    )
+    refused = server.post(
+        "/v1/completions", asked | {"stream": True, "capture_stream": True}
+    )
+    assert refused.status == 400 and "capture_stream" in str(refused.body)
+
+
 def test_choices_have_their_own_under_their_index(server: Server) -> None:
     several = body(readouts={"p": PROBE}, prompt=[[20, 30], [40, 50, 60]])
     found = server.post("/v1/completions", several).body["readouts"]

@@ -187,4 +187,6 @@ def merge_samples(
     """Merge the results of samples; the payload is a dict by sample index."""
     merged = merge(request_id, list(samples.values()))
     merged.payload = {index: result.payload for index, result in samples.items()}
+    kept = [result.kept for result in samples.values() if result.kept is not None]
+    merged.kept = sum(kept) if kept else None
     return merged

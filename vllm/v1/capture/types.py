@@ -61,6 +61,8 @@ class CaptureResult:
     status: CaptureStatus
     error: str | None = None
     payload: Any = None
+    kept: int | None = None
+    """With `keep_when`, the number of rows that were kept, over all hook points."""
 
 
 def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list[int]:

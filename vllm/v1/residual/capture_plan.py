@@ -41,6 +41,8 @@ class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
     instances: list[str]
     readouts: list[ReadoutRows] = []
     """The results of readouts that consumers take."""
+    kept: dict[str, Spans] = {}
+    """The positions whose rows are kept, by instance with `keep_when`."""
 
 
 class Reader(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +105,23 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
             for group in self.groups
             for first, last in overlap(group.ranges, start, stop)
         )
+
+    def kept_rows(self, instance: str, kept: Spans, stop: int) -> int:
+        """The rows below `stop`, over all taps, at which an instance keeps them."""
+        return sum(
+            len(group.taps) * (last - first)
+            for group in self.groups
+            for reader in group.readers
+            if reader.instance == instance
+            for span in overlap(reader.ranges, 0, stop)
+            for first, last in overlap(kept, *span)
+        )
+
+    @property
+    def keeping(self) -> frozenset[str]:
+        """The instances with `keep_when`, whose rows wait for the request's end."""
+        keeps = () if self.readouts is None else self.readouts.keep_when
+        return frozenset(keep.instance for keep in keeps)
 
     @property
     def row_lanes(self) -> tuple[str, ...]:

@@ -91,6 +91,17 @@ class StopWhen(msgspec.Struct, frozen=True, array_like=True):
         return over or (self.below is not None and value < self.below)
 
 
+class KeepWhen(msgspec.Struct, frozen=True, array_like=True):
+    """A consumer gets rows only if, or where, a readout fires."""
+
+    instance: str
+    rule: StopWhen
+    scope: Literal["request", "token"] = "request"
+    before: int = 0
+    """For `token`: as many positions before one that fires are kept."""
+    after: int = 0
+
+
 class ReadoutReader(msgspec.Struct, frozen=True, array_like=True):
     """A consumer instance that takes results of readouts, besides any rows."""
 
@@ -106,6 +117,7 @@ class ReadoutPlan(msgspec.Struct, frozen=True, array_like=True):
     stop_when: tuple[StopWhen, ...] = ()
     readers: tuple[ReadoutReader, ...] = ()
     """The consumers that take results."""
+    keep_when: tuple[KeepWhen, ...] = ()
 
     @property
     def staged(self) -> dict[Tap, Spans]:

@@ -9,7 +9,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.readouts.errors import ReadoutValidationError
-from vllm.v1.readouts.frontend.admission import MAX_NUMBERS, check_size, parse_stops
+from vllm.v1.readouts.frontend.admission import MAX_NUMBERS, check_size
+from vllm.v1.readouts.frontend.rules import parse_stops
 from vllm.v1.readouts.frontend.spec import Server, parse_readout
 from vllm.v1.residual.frontend.front_end import NO_FRONT_END
 from vllm.v1.residual.module_info import ModuleInfo

@@ -2,7 +2,7 @@
 """A captured request in a worker: turns its rows into chunks and sidecars."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class RequestEnd:
     """Why the whole capture failed, if it did."""
     readouts: tuple[ReadoutRows, ...] = ()
     """The results of readouts that consumers take."""
+    kept: Mapping[str, Spans] = field(default_factory=dict)
+    """The positions whose rows are kept, by instance with `keep_when`."""
 
     def never_started(self) -> None:
         """Send errors for a request of which this worker has computed no row."""
@@ -77,6 +79,7 @@ class CapturedRequest:
         max_tokens: int | None = None,
         dtype: torch.dtype = torch.float32,
         takes_readouts: bool = True,
+        may_skip: frozenset[str] = frozenset(),
     ) -> None:
         """Start without rows.
 
@@ -92,6 +95,7 @@ class CapturedRequest:
             max_tokens: how many tokens the request may generate, if known.
             dtype: of the rows.
             takes_readouts: whether consumers here take the results of readouts.
+            may_skip: the instances that need not be told of requests without rows.
 
         """
         self.req_id = VllmInternalRequestId(req_id)
@@ -100,6 +104,9 @@ class CapturedRequest:
         self._prompt_token_ids = prompt_token_ids
         self._common = common
         self._client_specs = client_specs
+        self._keeping = plan.keeping
+        self._skipped = may_skip & self._keeping
+        early = early - self._keeping
         self._early = early
         self._most = (
             plan.num_prompt_tokens + max_tokens if max_tokens is not None else OPEN_END
@@ -164,13 +171,26 @@ class CapturedRequest:
                 chunks.setdefault(instance, []).extend(batch)
         for (number, instance), held in sorted(self._held.items()):
             first = stop - 1 if (number, instance) in self._only_last else 0
-            kept = [part for rows in held if (part := rows.between(first, stop))]
+            spans = overlap(self._spans_kept(instance, end), first, stop)
+            kept = [
+                part
+                for rows in held
+                for span in spans
+                if (part := rows.between(*span)) is not None
+            ]
             if kept:
                 chunk = self._make_chunk(number, instance, kept)
                 chunks.setdefault(instance, []).append(chunk)
         self._held.clear()
-        ends = {name: self._ends(name, end, stop) for name in self._plan.lanes}
+        skipped = self._skip(end, stop)
+        ends = {
+            name: self._ends(name, end, stop)
+            for name in self._plan.lanes
+            if name not in skipped
+        }
         for reader in self._readout_readers:
+            if reader.instance in skipped:
+                continue
             for made, finalize in self._readout_keys(reader, end, stop):
                 chunks.setdefault(reader.instance, []).extend(made)
                 ends[reader.instance].append(finalize)
@@ -184,6 +204,28 @@ class CapturedRequest:
         }
         return chunks, endings
 
+    def _spans_kept(self, instance: str, end: RequestEnd) -> Spans:
+        if instance not in self._keeping:
+            return ((0, OPEN_END),)
+        return tuple(end.kept.get(instance, ()))
+
+    def _skip(self, end: RequestEnd, stop: int) -> set[str]:
+        """Answer for the instances that keep no row and need not be told; their names.
+
+        They write nothing.
+        """
+        if end.error is not None:
+            return set()
+        key = self.req_id, -1, "*"
+        skipped = {
+            name
+            for name in self._skipped & end.kept.keys()
+            if not overlap(self._spans_kept(name, end), 0, stop)
+        }
+        for name in skipped:
+            end.answer(name, CaptureResult(key, "ok"))
+        return skipped
+
     def _chunks(
         self, number: int, settled: Sequence[Rows]
     ) -> dict[str, list[AnyChunk]]:
@@ -195,7 +237,8 @@ class CapturedRequest:
                     assert part is not None
                     early = reader.instance in self._early
                     early = early and not only_last(reader.ranges)
-                    if early or not self._may_void(part):
+                    held = self._may_void(part) or reader.instance in self._keeping
+                    if early or not held:
                         chunk = self._make_chunk(number, reader.instance, [part])
                         ready.setdefault(reader.instance, []).append(chunk)
                     else:
@@ -268,7 +311,13 @@ class CapturedRequest:
         self, number: int, reader: Reader, end: RequestEnd, stop: int
     ) -> tuple[list[int], dict[str, str]]:
         """The positions of the reader's rows, with an error or note for the sidecar."""
-        positions = _positions_below(stop, reader.ranges)
+        kept = self._spans_kept(reader.instance, end)
+        positions = [
+            position
+            for span in overlap(reader.ranges, 0, stop)
+            for part in overlap(kept, *span)
+            for position in range(*part)
+        ]
         if only_last(reader.ranges):
             positions = positions[-1:]
         spans = self._handed_on.get((number, reader.instance), [])

@@ -50,7 +50,12 @@ _KEYS_OF_SPECS = ("hooks", "positions", "layers", "tag", "request_id", "layout")
 class ReadoutPlanner(Protocol):
     """Plans the readouts of requests, whose rows are staged as captured ones are."""
 
-    def plan(self, params: "SamplingParams", ctx: CaptureContext) -> ReadoutPlan | None:
+    def plan(
+        self,
+        params: "SamplingParams",
+        ctx: CaptureContext,
+        keep_when: Mapping[str, Any],
+    ) -> ReadoutPlan | None:
         """The plan of a request's readouts; None if it has none."""
 
     def reader(
@@ -162,13 +167,15 @@ class Admission:
         if not (self._global_specs or self._steps) and all(one is None for one in asks):
             return None
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
+        keep_when = {}
         if params.capture is not None:
             params.capture = self._plain_capture(params.capture)
+            keep_when = self._take_keep_when(params.capture, streaming)
         wanted = {
             name: self._taps(spec, ctx, name)
             for name, spec in self._specs(params.capture or {}, ctx).items()
         }
-        readouts = self.readouts.plan(params, ctx)
+        readouts = self.readouts.plan(params, ctx, keep_when)
         readers = self._readers(params.capture or {}, readouts)
         readouts = self._steps.added(readouts, ctx)
         if readouts is not None:
@@ -275,6 +282,24 @@ class Admission:
                     value=capture[name],
                 )
         return capture
+
+    def _take_keep_when(
+        self, capture: dict[str, Any], streaming: Collection[str]
+    ) -> dict[str, Any]:
+        """Remove `keep_when` from the specs, which consumers do not read."""
+        found = {}
+        for name, spec in capture.items():
+            if isinstance(spec, dict) and "keep_when" in spec:
+                capture[name] = {k: v for k, v in spec.items() if k != "keep_when"}
+                found[name] = spec["keep_when"]
+        if streamed := sorted(found.keys() & set(streaming)):
+            raise fail(
+                f"capture.{streamed[0]}.keep_when is decided at the request's end, so "
+                "its rows cannot be streamed; leave out capture_stream",
+                f"capture.{streamed[0]}.keep_when",
+                found[streamed[0]],
+            )
+        return found
 
     def _specs(
         self, capture: Mapping[str, Any], ctx: CaptureContext

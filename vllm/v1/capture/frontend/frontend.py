@@ -150,6 +150,7 @@ class CaptureFrontend(NoCapture):
                 parent, state.request_index, state.request_id, plan.instances
             )
             capabilities = self._admission.capabilities
+            tracked.samples[state.request_index].plan = plan if plan.keeping else None
             tracked.waits = any(capabilities[name].waits for name in named)
             self._requests.hold(tracked, self._room.take(plan, params.max_tokens))
             tracked.idle = tuple(sorted(named - set(plan.instances)))
@@ -172,6 +173,8 @@ class CaptureFrontend(NoCapture):
         sample = self._requests.end(state.request_id, finish_reason == "abort")
         if sample is not None:
             self._ends.note(state, sample, finish_reason)
+            for name, rows in sample.kept.items():
+                self._status.kept(name, rows)
 
     def refused(self, output: "RequestOutput") -> None:
         """Fail the results of a request that the engine core refused."""

@@ -117,6 +117,7 @@ def as_json(
             "status": result.status,
             "error": None if result.error is None else sendable(result.error),
             "payload": _plain(result.payload, name, show),
+            **({} if result.kept is None else {"kept": result.kept}),
         }
         for name, result in results.items()
     }

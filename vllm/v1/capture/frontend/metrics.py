@@ -58,6 +58,11 @@ class CaptureMetrics:
             labels,
             buckets=_SECONDS,
         )
+        self._kept = Counter(
+            "vllm:capture_kept_rows",
+            "Rows of captures with keep_when that were kept.",
+            labels,
+        )
         self._reforwarded = Counter(
             "vllm:capture_reforwarded_tokens",
             "Cached prompt tokens that were recomputed for their rows.",
@@ -79,6 +84,7 @@ class CaptureMetrics:
                 self.set_levels((engine, instance), LaneCounters())
         for instance in instances:
             self._finalize.labels(model, str(engines[0]), instance)
+            self._kept.labels(model, str(engines[0]), instance)
 
     def add(self, place: Place, grown: LaneCounters) -> None:
         """Increase the totals by the fields of `grown`."""
@@ -103,6 +109,10 @@ class CaptureMetrics:
     def finalized(self, place: Place, seconds: float) -> None:
         """Record the time from the end of a request to the consumer's result."""
         self._finalize.labels(*self._labels(place)).observe(seconds)
+
+    def kept(self, place: Place, rows: int) -> None:
+        """Count rows that `keep_when` has kept."""
+        self._kept.labels(*self._labels(place)).inc(rows)
 
     def _labels(self, place: Place) -> tuple[str, str, str]:
         return self._model, str(place[0]), place[1]

@@ -43,6 +43,9 @@ class Ends:
         assert state.detokenizer is not None
         token_ids = list(state.detokenizer.output_token_ids)
         collector = state.residual.readouts
+        kept = {} if collector is None else collector.kept(len(token_ids))
+        stop = state.prompt_len + max(len(token_ids) - 1, 0)
+        sample.note_kept(kept, stop)
         self._noted.append(
             CaptureEnd(
                 request_id=state.request_id,
@@ -52,6 +55,7 @@ class Ends:
                 finish_reason=finish_reason,
                 instances=list(sample.instances),
                 readouts=[] if collector is None else collector.rows(len(token_ids)),
+                kept=kept,
             )
         )
 

@@ -63,6 +63,11 @@ class CaptureStatus:
         if self._metrics is not None:
             self._metrics.finalized((0, instance), seconds)
 
+    def kept(self, instance: str, rows: int) -> None:
+        """Count the rows of a request that `keep_when` has kept."""
+        if self._metrics is not None:
+            self._metrics.kept((0, instance), rows)
+
     def num_workers(self) -> int:
         """The number of workers that have reported."""
         with self._lock:

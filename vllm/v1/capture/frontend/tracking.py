@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm.v1.capture.results import merge, merge_samples
 from vllm.v1.capture.types import CaptureResult
+from vllm.v1.residual.capture_plan import CapturePlan
+from vllm.v1.residual.spans import Spans
 
 
 @dataclass
@@ -19,6 +21,15 @@ class Sample:
     results: dict[str, dict[int, CaptureResult]] = field(default_factory=dict)
     ended_at: float = 0.0
     """Monotonic time at which the output for its client was complete, in seconds."""
+    plan: CapturePlan | None = None
+    kept: dict[str, int] = field(default_factory=dict)
+    """The number of rows that were kept, by instance with `keep_when`."""
+
+    def note_kept(self, kept: Mapping[str, Spans], stop: int) -> None:
+        """Count the kept rows of an ended sample, whose last row is at `stop - 1`."""
+        if self.plan is not None:
+            for name, spans in kept.items():
+                self.kept[name] = self.plan.kept_rows(name, spans, stop)
 
     def complete(self) -> bool:
         """Whether every instance has returned a result for every stage."""
@@ -44,6 +55,7 @@ class Sample:
                 merged[name] = CaptureResult(key, "pending")
             else:
                 merged[name] = merge(request_id, [got[s] for s in sorted(got)])
+                merged[name].kept = self.kept.get(name)
         return merged
 
 

@@ -310,6 +310,12 @@ class WorkerCapture:
                     max_tokens,
                     self._staging.host_rows.dtype,
                     takes_readouts=self._is_last_stage,
+                    may_skip=frozenset(
+                        name
+                        for name in lanes
+                        if name not in self._remembering
+                        and not isinstance(self._lanes[name].sink, ForwardingSink)
+                    ),
                 )
             )
 
@@ -369,6 +375,7 @@ class WorkerCapture:
             instances=tuple(end.instances),
             error=failure,
             readouts=tuple(end.readouts) if self._is_last_stage else (),
+            kept=end.kept,
         )
 
     @property

@@ -231,7 +231,8 @@ def _can_wait(request: "Request", plan: ReadoutPlan) -> bool:
     assert params is not None, "requests with readouts generate tokens"
     is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
     ends_here = not params.stop and not request.resumable
-    return is_final and ends_here and not plan.stop_when and not plan.readers
+    needed = plan.stop_when or plan.readers or plan.keep_when
+    return is_final and ends_here and not needed
 
 
 def _counting(

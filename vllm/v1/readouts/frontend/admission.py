@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.frontend.keeping import parse_keep_when
+from vllm.v1.readouts.frontend.rules import (
+    listed_rules,
+    parse_stops,
+    values_per_token,
+)
 from vllm.v1.readouts.frontend.spec import (
     ParseArray,
     Server,
     parse_readout,
     without_functions,
 )
-from vllm.v1.residual.bounds import counted
 from vllm.v1.residual.module_info import ModuleInfo
-from vllm.v1.residual.numbers import finite_number, is_integer
 from vllm.v1.residual.plain_data import fault_of, plain
-from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader, StopWhen
+from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader
 from vllm.v1.residual.row_selection import CaptureContext
 from vllm.v1.residual.spans import overlap
 
@@ -80,17 +84,30 @@ class ReadoutAdmission:
         with self._lock:
             self._modules.pop(name, None)
 
-    def plan(self, params: "SamplingParams", ctx: CaptureContext) -> ReadoutPlan | None:
+    def plan(
+        self,
+        params: "SamplingParams",
+        ctx: CaptureContext,
+        keep_when: Mapping[str, Any],
+    ) -> ReadoutPlan | None:
         """The plan of a request's readouts; None if it has none.
 
         Args:
             params: `readouts` is replaced by its plain form (dicts and lists).
             ctx: the request's prompt length and the model's dimensions.
+            keep_when: by consumer, on which readout it depends that rows are kept.
 
         Raises:
-            ReadoutValidationError: `readouts` or `stop_when` is invalid.
+            ReadoutValidationError: `readouts`, `stop_when` or `keep_when` is invalid.
 
         """
+        if params.readouts is None and keep_when:
+            raise fail(
+                "keep_when compares a readout, and this request has none; send it in "
+                "readouts",
+                f"capture.{min(keep_when)}.keep_when",
+                keep_when[min(keep_when)],
+            )
         if params.readouts is None and params.stop_when is None:
             return None
         if not self.enabled:
@@ -121,8 +138,13 @@ class ReadoutAdmission:
         stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
         params.readouts = without_functions(raw)
         if params.stop_when is not None:
-            params.stop_when = _listed_stops(params.stop_when)
-        return ReadoutPlan(tuple(readouts), stops)
+            params.stop_when = listed_rules(params.stop_when)
+        by_name = {one.name: one for one in readouts}
+        keeps = [
+            parse_keep_when(instance, raw, by_name, server.modules)
+            for instance, raw in sorted(keep_when.items())
+        ]
+        return ReadoutPlan(tuple(readouts), stops, keep_when=tuple(keeps))
 
     def reader(
         self, consumer: str, raw: Any, plan: ReadoutPlan | None
@@ -179,142 +201,6 @@ def _reader(consumer: str, raw: Any, plan: ReadoutPlan | None) -> ReadoutReader:
     return ReadoutReader(consumer, tuple(dict.fromkeys(names)))
 
 
-def parse_stops(
-    raw: Any,
-    readouts: list[Readout],
-    ctx: CaptureContext,
-    modules: Mapping[str, ModuleInfo],
-) -> tuple[StopWhen, ...]:
-    """Parse `stop_when` and check it against the readouts that it refers to.
-
-    Args:
-        raw: one rule or a list of rules as the user wrote them, or None.
-        readouts: the request's parsed readouts.
-        ctx: the request's prompt length and the model's dimensions.
-        modules: the registered modules, by name.
-
-    Raises:
-        ReadoutValidationError: a rule is invalid.
-
-    """
-    if raw is None:
-        return ()
-    stops = _listed_stops(raw)
-    if not isinstance(stops, list) or not 0 < len(stops) <= MAX_READOUTS:
-        raise fail(
-            'stop_when must be a list such as [{"readout": "my_probe", "above": 0.9}]',
-            "stop_when",
-            raw,
-        )
-    by_name = {one.name: one for one in readouts}
-    return tuple(_stop(one, by_name, ctx, modules) for one in stops)
-
-
-def _listed_stops(raw: Any) -> Any:
-    """The conditions as plain data; a single one becomes a list."""
-    stops = plain(raw)
-    return [stops] if isinstance(stops, dict) else stops
-
-
-def _stop(
-    raw: Any,
-    readouts: Mapping[str, Readout],
-    ctx: CaptureContext,
-    modules: Mapping[str, ModuleInfo],
-) -> StopWhen:
-    known = {"readout", "index", "above", "below"}
-    if not isinstance(raw, dict) or raw.keys() - known:
-        raise fail(
-            f"stop_when: the keys of an entry are {sorted(known)}", "stop_when", raw
-        )
-    readout = readouts.get(str(raw.get("readout")))
-    if readout is None:
-        raise fail(
-            f"stop_when: the request has no readout {raw.get('readout')!r}; it has "
-            f"{sorted(readouts)}. Add it under readouts",
-            "stop_when.readout",
-            raw.get("readout"),
-        )
-    bounds = [_bound(raw, key) for key in ("above", "below")]
-    if bounds == [None, None]:
-        raise fail(
-            "stop_when: each entry must have above, below or both", "stop_when", raw
-        )
-    index = raw["index"] if "index" in raw else _only_index(readout)
-    if not is_integer(index, 0):
-        raise fail("stop_when.index must count from 0", "stop_when.index", index)
-    _check_index(readout, index, modules)
-    if all(stop <= ctx.num_prompt_tokens for _, stop in readout.ranges):
-        raise fail(
-            f"stop_when: {readout.name!r} reads no generated token, so it would never "
-            'end the request; give it positions "all_generated"',
-            "stop_when.readout",
-            readout.name,
-        )
-    return StopWhen(readout.name, bounds[0], bounds[1], int(index))
-
-
-def _only_index(readout: Readout) -> int:
-    """The index of a rule that has none: the only feature, or the first value.
-
-    Raises:
-        ReadoutValidationError: the readout is of several features of an SAE.
-
-    """
-    if readout.kind != "sae":
-        return 0
-    if len(readout.features) != 1:
-        raise fail(
-            f"stop_when.index: name the feature of {readout.name!r} that is compared",
-            "stop_when.index",
-            None,
-        )
-    return readout.features[0]
-
-
-def _bound(raw: Mapping[str, Any], key: str) -> float | None:
-    value = raw.get(key)
-    return None if value is None else finite_number(value, f"stop_when.{key}", fail)
-
-
-def _check_index(
-    readout: Readout, index: int, modules: Mapping[str, ModuleInfo]
-) -> None:
-    """Reject an index that is out of range, where the number of values is known."""
-    if readout.kind == "rows" or (readout.kind == "lens" and not readout.tokens):
-        raise fail(
-            f"stop_when: {readout.name!r} of kind {readout.kind!r} has no values to "
-            "compare; use a probe, an sae, a norm, or a lens with tokens",
-            "stop_when.readout",
-            readout.name,
-        )
-    if readout.features and index not in readout.features:
-        raise fail(
-            f"stop_when.index: {readout.name!r} reads the features "
-            f"{list(readout.features)}; name one of them",
-            "stop_when.index",
-            index,
-        )
-    most = _values_of(readout, modules)
-    if most is not None and index >= most:
-        raise fail(
-            f"stop_when.index: {readout.name!r} has "
-            f"{counted(most, 'value')}, 0 to {most - 1}",
-            "stop_when.index",
-            index,
-        )
-    if readout.kind == "sae" and not readout.features:
-        active = modules[readout.module].active if readout.module in modules else None
-        if active is None or active > readout.top_k:
-            raise fail(
-                f"stop_when.index: the feature {index} of {readout.name!r} may be "
-                f"active and not among its {readout.top_k} largest; give the readout "
-                f'"features": [{index}] instead of top_k',
-                "stop_when.index",
-                index,
-            )
-
-
 def check_size(
     readouts: Sequence[Readout],
     num_samples: int,
@@ -356,20 +242,7 @@ def _numbers_of(
         return 2 * taps
     if readout.kind == "sae":
         return len(readout.features) or 2 * readout.top_k
-    return _values_of(readout, modules) or 1
-
-
-def _values_of(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | None:
-    """The number of values per token; None for a custom readout."""
-    if readout.kind in ("probe", "sae") and readout.module in modules:
-        return modules[readout.module].size
-    if readout.probe is not None:
-        return len(readout.probe.bias)
-    if readout.kind == "norm":
-        return len(readout.taps)
-    if readout.kind == "lens":
-        return len(readout.taps) * len(readout.tokens)
-    return None
+    return values_per_token(readout, modules) or 1
 
 
 def _check_range(raw: Any, name: str) -> None:

@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
+from vllm.v1.readouts.frontend.keeping import kept_spans
 from vllm.v1.readouts.frontend.rows import rows_of
 from vllm.v1.readouts.results import Joined, ReadoutResult
 from vllm.v1.residual.readout_plan import (
@@ -15,7 +16,7 @@ from vllm.v1.residual.readout_plan import (
     ReadoutRows,
     StopWhen,
 )
-from vllm.v1.residual.spans import overlap
+from vllm.v1.residual.spans import Spans, overlap
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Collector:
         self._notes = {one.name: _note_changed(one, changed) for one in readouts}
         self._num_prompt_tokens = num_prompt_tokens
         self._stop_when = plan.stop_when
+        self._keep_when = plan.keep_when
         self._taken = {name for reader in plan.readers for name in reader.names}
         """The readouts whose results consumers take."""
         self._last: dict[str, ReadoutResult] | None = None
@@ -101,15 +103,33 @@ class Collector:
         """
         if not self._taken:
             return []
-        found = self._last
-        if found is None:
-            stop = self._num_prompt_tokens + max(num_tokens - 1, 0)
-            found = {name: self._joined[name].whole(stop) for name in self._taken}
         return [
             rows
             for name in sorted(self._taken)
-            for rows in rows_of(self._readouts[name], found[name])
+            for rows in rows_of(self._readouts[name], self._whole(name, num_tokens))
         ]
+
+    def kept(self, num_tokens: int) -> dict[str, Spans]:
+        """The positions whose rows are kept, by consumer with `keep_when`.
+
+        Args:
+            num_tokens: as of `rows`.
+
+        """
+        return {
+            keep.instance: kept_spans(
+                keep,
+                self._readouts[keep.rule.readout],
+                self._whole(keep.rule.readout, num_tokens),
+            )
+            for keep in self._keep_when
+        }
+
+    def _whole(self, name: str, num_tokens: int) -> ReadoutResult:
+        if self._last is not None:
+            return self._last[name]
+        stop = self._num_prompt_tokens + max(num_tokens - 1, 0)
+        return self._joined[name].whole(stop)
 
 
 def _note_changed(readout: Readout, changed: Set[Tap]) -> str | None:

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parses comparisons of readouts with bounds: `stop_when`, and those of `keep_when`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.v1.readouts.errors import fail
+from vllm.v1.residual.bounds import counted
+from vllm.v1.residual.module_info import ModuleInfo
+from vllm.v1.residual.numbers import finite_number, is_integer
+from vllm.v1.residual.plain_data import plain
+from vllm.v1.residual.readout_plan import Readout, StopWhen
+from vllm.v1.residual.row_selection import CaptureContext
+
+MAX_RULES = 64
+
+
+def parse_stops(
+    raw: Any,
+    readouts: list[Readout],
+    ctx: CaptureContext,
+    modules: Mapping[str, ModuleInfo],
+) -> tuple[StopWhen, ...]:
+    """Parse `stop_when` and check it against the readouts that it refers to.
+
+    Args:
+        raw: one rule or a list of rules as the user wrote them, or None.
+        readouts: the request's parsed readouts.
+        ctx: the request's prompt length and the model's dimensions.
+        modules: the registered modules, by name.
+
+    Raises:
+        ReadoutValidationError: a rule is invalid.
+
+    """
+    if raw is None:
+        return ()
+    stops = listed_rules(raw)
+    if not isinstance(stops, list) or not 0 < len(stops) <= MAX_RULES:
+        raise fail(
+            'stop_when must be a list such as [{"readout": "my_probe", "above": 0.9}]',
+            "stop_when",
+            raw,
+        )
+    by_name = {one.name: one for one in readouts}
+    return tuple(_stop(one, by_name, ctx, modules) for one in stops)
+
+
+def listed_rules(raw: Any) -> Any:
+    """The conditions as plain data; a single one becomes a list."""
+    stops = plain(raw)
+    return [stops] if isinstance(stops, dict) else stops
+
+
+def _stop(
+    raw: Any,
+    readouts: Mapping[str, Readout],
+    ctx: CaptureContext,
+    modules: Mapping[str, ModuleInfo],
+) -> StopWhen:
+    rule = parse_rule(raw, readouts, modules, "stop_when")
+    readout = readouts[rule.readout]
+    if all(stop <= ctx.num_prompt_tokens for _, stop in readout.ranges):
+        raise fail(
+            f"stop_when: {readout.name!r} reads no generated token, so it would never "
+            'end the request; give it positions "all_generated"',
+            "stop_when.readout",
+            readout.name,
+        )
+    return rule
+
+
+def parse_rule(
+    raw: Any,
+    readouts: Mapping[str, Readout],
+    modules: Mapping[str, ModuleInfo],
+    where: str,
+    more: Sequence[str] = (),
+) -> StopWhen:
+    """Parse a comparison of a readout's values with bounds.
+
+    Args:
+        raw: `{"readout", "above" or "below", "index"?}`.
+        readouts: the request's parsed readouts, by name.
+        modules: the registered modules, by name.
+        where: the parameter's name in messages.
+        more: further keys, which the caller reads.
+
+    Raises:
+        ReadoutValidationError: it is invalid.
+
+    """
+    known = {"readout", "index", "above", "below", *more}
+    if not isinstance(raw, dict) or raw.keys() - known:
+        raise fail(f"{where}: the keys of an entry are {sorted(known)}", where, raw)
+    readout = readouts.get(str(raw.get("readout")))
+    if readout is None:
+        raise fail(
+            f"{where}: the request has no readout {raw.get('readout')!r}; it has "
+            f"{sorted(readouts)}. Add it under readouts",
+            f"{where}.readout",
+            raw.get("readout"),
+        )
+    bounds = [_bound(raw, key, where) for key in ("above", "below")]
+    if bounds == [None, None]:
+        raise fail(f"{where}: each entry must have above, below or both", where, raw)
+    index = raw["index"] if "index" in raw else _only_index(readout, where)
+    if not is_integer(index, 0):
+        raise fail(f"{where}.index must count from 0", f"{where}.index", index)
+    _check_index(readout, index, modules, where)
+    return StopWhen(readout.name, bounds[0], bounds[1], int(index))
+
+
+def _only_index(readout: Readout, where: str) -> int:
+    """The index of a rule that has none: the only feature, or the first value.
+
+    Raises:
+        ReadoutValidationError: the readout is of several features of an SAE.
+
+    """
+    if readout.kind != "sae":
+        return 0
+    if len(readout.features) != 1:
+        raise fail(
+            f"{where}.index: name the feature of {readout.name!r} that is compared",
+            f"{where}.index",
+            None,
+        )
+    return readout.features[0]
+
+
+def _bound(raw: Mapping[str, Any], key: str, where: str) -> float | None:
+    value = raw.get(key)
+    return None if value is None else finite_number(value, f"{where}.{key}", fail)
+
+
+def _check_index(
+    readout: Readout, index: int, modules: Mapping[str, ModuleInfo], where: str
+) -> None:
+    """Reject an index that is out of range, where the number of values is known."""
+    if readout.kind == "rows" or (readout.kind == "lens" and not readout.tokens):
+        raise fail(
+            f"{where}: {readout.name!r} of kind {readout.kind!r} has no values to "
+            "compare; use a probe, an sae, a norm, or a lens with tokens",
+            f"{where}.readout",
+            readout.name,
+        )
+    if readout.features and index not in readout.features:
+        raise fail(
+            f"{where}.index: {readout.name!r} reads the features "
+            f"{list(readout.features)}; name one of them",
+            f"{where}.index",
+            index,
+        )
+    most = values_per_token(readout, modules)
+    if most is not None and index >= most:
+        raise fail(
+            f"{where}.index: {readout.name!r} has "
+            f"{counted(most, 'value')}, 0 to {most - 1}",
+            f"{where}.index",
+            index,
+        )
+    if readout.kind == "sae" and not readout.features:
+        active = modules[readout.module].active if readout.module in modules else None
+        if active is None or active > readout.top_k:
+            raise fail(
+                f"{where}.index: the feature {index} of {readout.name!r} may be "
+                f"active and not among its {readout.top_k} largest; give the readout "
+                f'"features": [{index}] instead of top_k',
+                f"{where}.index",
+                index,
+            )
+
+
+def values_per_token(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | None:
+    """The number of values per token; None for a custom readout."""
+    if readout.kind in ("probe", "sae") and readout.module in modules:
+        return modules[readout.module].size
+    if readout.probe is not None:
+        return len(readout.probe.bias)
+    if readout.kind == "norm":
+        return len(readout.taps)
+    if readout.kind == "lens":
+        return len(readout.taps) * len(readout.tokens)
+    return None
