@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint size type test test-soak test-multiprocess test-hostile test-processors test-real test-interop parity test-gpu test-native wheel models real-model docs demo clean
+.PHONY: venv weave check format lint size type test test-soak test-multiprocess test-hostile test-page test-processors test-real test-interop parity test-gpu test-native wheel models real-model docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -65,7 +65,7 @@ type: venv
 test: venv lint type  ## Everything that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
 		-m "not gpu and not soak and not parity and not multiprocess \
-		and not interop and not real and not hostile"
+		and not interop and not real and not hostile and not page"
 
 test-soak: venv  ## What needs many minutes: long soaks, every model under both runners
 	$(BIN)/python -m pytest -m "soak and not gpu"
@@ -83,6 +83,9 @@ test-interop: venv  ## Other libraries on our engine, each in an environment of 
 		python=$$($(BIN)/python -m tests.interop.environment $$peer) && \
 		$$python -m pytest -m interop tests/interop/$$peer || exit 1; \
 	done
+
+test-page: venv  ## Every view of the page, in Chromium, on the demo and the real model
+	$(BIN)/python -m pytest -m page -s tests/page
 
 test-real: venv  ## The rest of what is tested on the real model
 	$(BIN)/python -m pytest -m "real and not gpu"

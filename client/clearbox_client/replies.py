@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parsed responses and chunks of streams."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from clearbox_client import html
+from clearbox_client.errors import InputError
 from clearbox_client.readouts import Readout, readouts_of
 from clearbox_client.rows import RowSet
 
@@ -78,8 +82,42 @@ class Reply:
     def _repr_html_(self) -> str:
         text = f"<p>{escape(self.text)}</p>"
         parts = [self.rows._repr_html_()] if self.rows else []
-        parts += [readout._repr_html_() for readout in self.readouts.values()]
+        if self.tokens is not None and self.readouts:
+            shown = html.readout_parts(self.tokens, self.readouts, {})
+            parts.append(html.frame(shown))
+        else:
+            parts += [readout._repr_html_() for readout in self.readouts.values()]
         return text + "".join(parts)
+
+    def save_html(
+        self,
+        path: str | PathLike[str],
+        token_texts: Callable[[list[int]], list[str]] | None = None,
+    ) -> None:
+        """Write one HTML file of the text and its readouts, which loads nothing.
+
+        Args:
+            path: the file.
+            token_texts: gives the texts of token ids, `Client.token_texts`; without
+                it a lens shows ids.
+
+        Raises:
+            InputError: the reply was not asked for with `tokens=True`.
+
+        """
+        if self.tokens is None:
+            raise InputError(
+                "save_html needs the texts of tokens; ask with tokens=True",
+                "tokens",
+                None,
+            )
+        listed = [
+            one["token_ids"] for one in self.readouts.values() if one.kind == "lens"
+        ]
+        ids = sorted({int(i) for table in listed for i in table.ravel()})
+        texts = dict(zip(ids, token_texts(ids))) if token_texts else {}
+        parts = html.readout_parts(self.tokens, self.readouts, texts)
+        Path(path).write_text(html.document(parts), encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import pytest
 from clearbox_client import ClearboxError, Client, paired
 from clearbox_client.payloads import decode
 
+from tests.support.browser import opened
 from tests.support.models import llama
 from tests.support.plugins import HOOKS, install
 from tests.support.server import Server
@@ -74,6 +75,7 @@ def server(folder: Path) -> Iterator[Server]:
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "8"),
         *("--trust-request-chat-template", "--vllm-lens-api"),
+        "--enable-lens-page",
         PYTHONPATH=os.pathsep.join(filter(None, paths)),
     )
     yield opened
@@ -495,3 +497,17 @@ def test_hooks_for_all_need_the_key_and_are_cleared(server: Server) -> None:
     assert client.collect_hook_results() == {}
     with pytest.raises(RuntimeError, match="no such field"):
         client._hooks("register", {"hooks": [], "wait": True})
+
+
+def test_the_page_writes_and_reads_out(server: Server) -> None:
+    with opened() as tab:
+        tab.goto(server.url + "/lens/#tint=probe:direction&max=8")
+        tab.fill("textarea", "Anna <b>went</b>")
+        tab.click("button:has-text('Generate')")
+        tab.wait_for_selector("text=/first token after/")
+        assert "<b>went</b>" in tab.inner_text(".tokens")
+        assert tab.locator(".token[style]").count() > 8
+        tab.click(".token >> nth=2")
+        tab.click("button:has-text('Lens of this token')")
+        tab.wait_for_selector(".lens tbody tr >> nth=2")
+        assert tab.errors == []

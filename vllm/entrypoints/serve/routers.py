@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from vllm.entrypoints.serve.capture import api_router as capture
 from vllm.entrypoints.serve.hooks import api_router as hooks
 from vllm.entrypoints.serve.interp_engine import attach as interp_engine
+from vllm.entrypoints.serve.lens_page import route as lens_page
 from vllm.entrypoints.serve.patching import api_router as patching
 from vllm.entrypoints.serve.readouts import api_router as readouts
 from vllm.entrypoints.serve.steering import api_router as steering
@@ -21,3 +22,4 @@ def attach_routers(app: FastAPI, args: Namespace) -> None:
     patching.attach_router(app)
     hooks.attach_router(app, args)
     interp_engine.attach_router(app, args)
+    lens_page.attach_router(app, args)

@@ -10,6 +10,7 @@ OPTIONS = {
     "vllm_lens_api": "--vllm-lens-api",
     "interp_engine_api": "--interp-engine-api",
     "enable_patching": "--enable-patching",
+    "enable_lens_page": "--enable-lens-page",
 }
 """Options, by attribute of the parsed command line."""
 

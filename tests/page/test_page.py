@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every view in Chromium, on the demo model and on SmolLM2."""
+
+import json
+import re
+from collections.abc import Iterator
+from statistics import median
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from tests.support.browser import opened
+from tests.support.models import TOKENIZER
+from tests.support.real_model import real_model
+from tests.support.server import Server
+from tests.v1.readouts._reading import draw
+from tests.v1.residual.sae import _layouts
+from vllm.v1.readouts.modules import save_probe
+
+pytestmark = [pytest.mark.page, pytest.mark.e2e, pytest.mark.slow]
+
+KEY = "sesame-opens-4711"
+WIDTHS = {"demo": 192, "smollm2": 576}
+LAYERS = {"demo": 6, "smollm2": 30}
+PROMPT = "Anna went to the garden after lunch."
+MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+
+
+class Keyed(Server):
+    """A server that asks for a key."""
+
+    def _request(self, path: str, body: Any, headers: dict[str, str]) -> Any:
+        key = {"Authorization": f"Bearer {KEY}"}
+        return super()._request(path, body, headers | key)
+
+
+@pytest.fixture(scope="module", params=list(WIDTHS))
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder, width = tmp_path_factory.mktemp("page"), WIDTHS[request.param]
+    save_probe(folder / "mood.safetensors", draw(1, width), draw(1), layer=2)
+    _layouts.saelens(
+        folder / "sae",
+        _layouts.chosen(
+            _layouts.parts(3, width, 64),
+            *("W_enc", "W_dec", "b_enc", "b_dec", "threshold"),
+        ),
+        architecture="jumprelu",
+        metadata={"hook_name": "blocks.2.hook_resid_post"},
+    )
+    vector = [float(value) for value in draw(width, seed=5)]
+    tone = {"vectors": {"post_block": {"2": vector}}}
+    (folder / "tone.json").write_text(json.dumps(tone))
+    model = TOKENIZER if request.param == "demo" else real_model()
+    (folder / "model").symlink_to(model)
+    server = Keyed(
+        folder / "model",
+        *("--served-model-name", request.param, "--enable-lens-page"),
+        *("--enable-readouts", "--enable-steering", "--capture-consumers", "inline"),
+        *("--readout-modules", f"mood={folder / 'mood.safetensors'}"),
+        *("--sae", f"small={folder / 'sae'}"),
+        *("--steering-modules", f"tone={folder / 'tone.json'}"),
+        *("--api-key", KEY, "--steering-api-key", "another"),
+        *("--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"),
+    )
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def tab(server: Server) -> Iterator[Any]:
+    with opened() as tab:
+        tab.goto(server.url + "/lens/")
+        tab.fill("input[name=key]", "wrong")
+        tab.click("form button")
+        tab.wait_for_selector("form .problem")
+        tab.fill("input[name=key]", KEY)
+        tab.click("form button")
+        tab.wait_for_selector("textarea")
+        yield tab
+        assert tab.errors == []
+
+
+def show(tab: Any, **state: Any) -> None:
+    """Show the view of a URL, without losing the key."""
+    tab.evaluate("hash => { location.hash = hash }", urlencode(state))
+
+
+def model_of(tab: Any) -> str:
+    return str(tab.inner_text("header .note"))
+
+
+def generate(tab: Any, **state: Any) -> None:
+    show(tab, view="write", prompt=PROMPT, max=12, **state)
+    tab.click("button:has-text('Generate')")
+    tab.wait_for_selector("text=/first token after/")
+    tab.wait_for_selector("button:has-text('Generate')")
+
+
+@pytest.mark.parametrize("tint", ["surprise", "norm", "probe:mood", "sae:small"])
+def test_tokens_are_tinted(tab: Any, tint: str) -> None:
+    generate(tab, tint=tint)
+    text = tab.inner_text(".tokens")
+    assert PROMPT in text and len(text) > len(PROMPT) + 20
+    tinted = tab.locator(".token[style]").count()
+    assert tinted >= 12, "prompt tokens are tinted too"
+    assert tab.locator(".problem").count() == 0
+    tab.wait_for_timeout(400)
+    assert "out=" in tab.url, "the generated text is in the URL"
+
+
+def test_the_url_shows_the_same_text_again(tab: Any) -> None:
+    generate(tab)
+    tab.wait_for_timeout(400)
+    text, link = tab.inner_text(".tokens"), tab.url
+    show(tab, view="lens", prompt="Something else entirely")
+    tab.wait_for_selector(".tokens >> text=entirely")
+    tab.evaluate("hash => { location.hash = hash }", link.partition("#")[2])
+    tab.wait_for_selector(".tokens >> text=garden")
+    assert tab.inner_text(".tokens").split() == text.split()
+
+
+def test_a_chat_is_shown_with_its_template(tab: Any) -> None:
+    generate(tab, mode="chat", tint="norm")
+    assert re.search(r"<\|(user|im_start)\|>", tab.inner_text(".tokens"))
+    assert tab.locator(".problem").count() == 0
+
+
+def test_the_lens_lists_layers_and_draws_pinned_tokens(tab: Any) -> None:
+    show(tab, view="lens", prompt=PROMPT, token=3)
+    tab.wait_for_selector(".lens tbody tr")
+    assert tab.locator(".lens tbody tr").count() == LAYERS[model_of(tab)]
+    tab.click(".lens tbody tr:first-child td:nth-child(2) button")
+    tab.wait_for_selector(".chart canvas")
+    pinned = tab.inner_text(".pin").removesuffix(" ×")
+    first = tab.inner_text(".lens tbody tr:first-child td:nth-child(2) .word")
+    assert pinned == first
+
+
+def test_steering_shows_the_pair_its_dose_and_divergence(tab: Any) -> None:
+    show(tab, view="steer", prompt=PROMPT, scales='{"tone": 3}', max=6)
+    tab.wait_for_selector("output")
+    told = tab.inner_text("output")
+    assert float(re.search(r"at least (\S+)", told)[1]) > 0
+    assert float(re.search(r"dose (\S+)", told)[1]) > 0
+    tab.click("button:has-text('Generate both')")
+    tab.wait_for_selector("button:has-text('Generate both')")
+    tab.wait_for_selector("section:has(h3:text-is('steered')) .token >> nth=10")
+    assert "post_block 2" in tab.inner_text("table")
+
+
+def test_a_pasted_vector_is_checked_where_it_is_pasted(tab: Any) -> None:
+    show(tab, view="steer", prompt=PROMPT, vector="[1, 2")
+    assert "JSON" in tab.inner_text("fieldset .problem")
+    show(tab, view="steer", prompt=PROMPT, vector='{"post_block": {"2": [1, 2]}}')
+    tab.wait_for_selector(".problem >> text=/post_block|width|values/")
+
+
+def test_features_of_a_token_over_the_text_and_clamped(tab: Any) -> None:
+    show(tab, view="features", prompt=PROMPT, token=3)
+    tab.click(".bars button >> nth=0")
+    tab.wait_for_selector(".token[style]")
+    tab.fill("section:has(h3:text('Clamp')) input[type=number]", "40")
+    tab.press("section:has(h3:text('Clamp')) input[type=number]", "Enter")
+    tab.wait_for_selector("output")
+    assert "dose" in tab.inner_text("output")
+
+
+def test_the_server_is_shown_live(tab: Any) -> None:
+    show(tab, view="server")
+    tab.wait_for_selector("th:text-is('inline')")
+    tab.wait_for_selector("text=vllm:readout_rows_total")
+    assert tab.locator(".chart canvas").count() == 2
+
+
+def test_what_the_server_lacks_is_said_with_the_flag(tab: Any) -> None:
+    show(
+        tab, view="patch", clean=PROMPT, corrupt="Anna went to the market.", answer=" A"
+    )
+    tab.click("button:has-text('Sweep')")
+    tab.wait_for_selector("text=--enable-patching")
+    show(tab, view="attention", prompt=PROMPT)
+    tab.wait_for_selector(".needs >> text=--hook-points")
+
+
+@pytest.mark.parametrize("view", ["write", "lens", "steer", "features"])
+def test_each_view_copies_its_request(tab: Any, view: str) -> None:
+    show(tab, view=view, prompt=PROMPT, scales='{"tone": 1}', token=2)
+    for name, part in {
+        "curl": "curl -sN http",
+        "client": "from clearbox_client import Client",
+        "LLM": "from vllm import LLM",
+    }.items():
+        tab.click(f".copy >> button:text-is('{name}')")
+        tab.wait_for_selector(f".copy pre >> text={part}")
+        text = tab.inner_text(".copy pre")
+        assert KEY not in text
+        if name != "curl":
+            compile(text, name, "exec")
+
+
+def test_markup_is_shown_and_not_run(tab: Any) -> None:
+    dialogs: list[Any] = []
+    tab.on("dialog", lambda dialog: (dialogs.append(dialog), dialog.dismiss()))
+    show(tab, view="lens", prompt=MARKUP, token=2)
+    tab.wait_for_selector(".lens tbody tr")
+    assert MARKUP in tab.inner_text(".tokens")
+    show(tab, view="write", prompt=MARKUP, max=2)
+    tab.click("button:has-text('Generate')")
+    tab.wait_for_selector("text=/first token after/")
+    assert MARKUP in tab.inner_text(".tokens")
+    assert tab.locator("main img, main script").count() == 0
+    assert dialogs == []
+
+
+def test_the_policy_refuses_inline_code(tab: Any) -> None:
+    ran = tab.evaluate(
+        "() => { const s = document.createElement('script');"
+        "s.textContent = 'document.title = \"ran\"'; document.body.append(s);"
+        "s.remove(); return document.title; }"
+    )
+    assert ran == "Clearbox lens"
+
+
+def test_the_key_is_nowhere(tab: Any, server: Server) -> None:
+    generate(tab)
+    assert KEY not in tab.url
+    kept = "() => JSON.stringify([document.documentElement.outerHTML, localStorage, "
+    values = "[...document.querySelectorAll('input')].map(one => one.value)])"
+    assert KEY not in tab.evaluate(kept + "sessionStorage, document.cookie, " + values)
+    assert KEY not in server.log.read_text()
+
+
+def test_a_lost_connection_is_said_and_resumed(tab: Any) -> None:
+    show(tab, view="server")
+    tab.wait_for_selector("th:text-is('inline')")
+    tab.context.set_offline(True)
+    tab.wait_for_selector(".problem >> text=Trying again")
+    tab.context.set_offline(False)
+    tab.wait_for_selector(".problem", state="detached")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_a_small_screen(server: Server, scheme: str) -> None:
+    with opened(360, scheme) as tab:
+        tab.goto(server.url + "/lens/")
+        tab.fill("input[name=key]", KEY)
+        tab.click("form button")
+        tab.wait_for_selector("textarea")
+        for view in ("write", "lens", "attention", "steer", "features", "server"):
+            show(tab, view=view, prompt=PROMPT)
+            tab.wait_for_timeout(500)
+            assert tab.evaluate("document.documentElement.scrollWidth") <= 360, view
+
+
+def test_the_first_token_is_as_early_as_the_api_s(tab: Any, server: Server) -> None:
+    body = {
+        "model": model_of(tab),
+        "prompt": PROMPT,
+        "max_tokens": 2,
+        "temperature": 0,
+        "logprobs": 5,
+    }
+    direct, page = [], []
+    for _ in range(5):
+        begun = perf_counter()
+        next(server.stream("/v1/completions", body))
+        direct.append((perf_counter() - begun) * 1000)
+        generate(tab)
+        page.append(float(tab.get_attribute("[data-first]", "data-first")))
+    print(f"first token: API {median(direct):.0f} ms, page {median(page):.0f} ms")
+    assert median(page) < median(direct) + 100

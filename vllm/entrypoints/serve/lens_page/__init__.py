@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page that shows a live server."""
