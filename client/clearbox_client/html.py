@@ -162,5 +162,6 @@ def _tinted(
 
 def _numbers(values: "NDArray[Any]") -> Any:
     """Nested lists in which None stands for what is not finite."""
-    finite = np.isfinite(values)
-    return np.where(finite, values.astype(object), None).tolist()
+    plain = values.astype(object)
+    plain[~np.isfinite(values)] = None
+    return plain.tolist()

@@ -244,16 +244,20 @@ def test_a_lost_connection_is_said_and_resumed(tab: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_wider_than_a_small_screen(server: Server, scheme: str) -> None:
-    with opened(360, scheme) as tab:
-        tab.goto(server.url + "/lens/")
-        tab.fill("input[name=key]", KEY)
-        tab.click("form button")
-        tab.wait_for_selector("textarea")
-        for view in ("write", "lens", "attention", "steer", "features", "server"):
-            show(tab, view=view, prompt=PROMPT)
-            tab.wait_for_timeout(500)
-            assert tab.evaluate("document.documentElement.scrollWidth") <= 360, view
+def test_nothing_is_wider_than_a_small_screen(
+    tab: Any, server: Server, scheme: str
+) -> None:
+    size = {"width": 360, "height": 800}
+    small = tab.context.browser.new_page(viewport=size, color_scheme=scheme)
+    small.goto(server.url + "/lens/")
+    small.fill("input[name=key]", KEY)
+    small.click("form button")
+    small.wait_for_selector("textarea")
+    for view in ("write", "lens", "attention", "steer", "features", "server"):
+        show(small, view=view, prompt=PROMPT)
+        small.wait_for_timeout(500)
+        assert small.evaluate("document.documentElement.scrollWidth") <= 360, view
+    small.close()
 
 
 def test_the_first_token_is_as_early_as_the_api_s(tab: Any, server: Server) -> None:

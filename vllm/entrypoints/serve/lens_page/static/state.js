@@ -3,19 +3,23 @@
 const listeners = new Set();
 const WAIT_MS = 150; // Browsers limit how often the address may change.
 let timer = 0;
-let current = parse();
+
+// Fields that are text as it is; all others are JSON, or text that is no JSON.
+const TEXTS = new Set(["prompt", "system", "vector", "clean", "corrupt", "answer", "foil", "view", "model"]);
 
 function parse() {
   const found = {};
   for (const [name, text] of new URLSearchParams(location.hash.slice(1))) {
     try {
-      found[name] = JSON.parse(text);
+      found[name] = TEXTS.has(name) ? text : JSON.parse(text);
     } catch {
       found[name] = text;
     }
   }
   return found;
 }
+
+let current = parse();
 
 export function state() {
   return current;
@@ -34,19 +38,9 @@ export function update(change) {
 function write() {
   const fields = Object.entries(current).map(([name, value]) => [
     name,
-    // Text stays readable unless it would be read back as something else.
-    typeof value === "string" && !isJson(value) ? value : JSON.stringify(value),
+    typeof value === "string" ? value : JSON.stringify(value),
   ]);
   history.replaceState(null, "", "#" + new URLSearchParams(fields));
-}
-
-function isJson(text) {
-  try {
-    JSON.parse(text);
-    return true;
-  } catch {
-    return false;
-  }
 }
 
 export function subscribe(listener) {

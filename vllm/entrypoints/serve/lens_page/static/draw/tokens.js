@@ -9,7 +9,7 @@ const MOST = 300;
 class Block extends Component {
   shouldComponentUpdate(next) {
     const old = this.props;
-    return ["tokens", "last", "range", "stamp", "chosen", "name"].some((n) => old[n] !== next[n]);
+    return ["tokens", "last", "range", "stamp", "chosen", "name", "prompt"].some((n) => old[n] !== next[n]);
   }
 
   render({ tokens, values, first, last, chosen, range, prompt, name }) {
@@ -24,7 +24,7 @@ class Block extends Component {
 function one(token, value, place, chosen, range, prompt, name) {
   const shown = Number.isFinite(value);
   const title = `${place}: ${visible(token.text)}${shown ? ` — ${name} ${short(value)}` : ""}`;
-  const classes = "token" + (chosen ? " chosen" : "") + (place < prompt ? " given" : "");
+  const classes = "token" + (chosen ? " chosen" : "") + (place === prompt && prompt > 0 ? " begins" : "");
   return html`<span key=${place} class=${classes} data-place=${place} title=${title}
     style=${shown ? { backgroundColor: tint(value, range) } : undefined}>${token.text}</span>`;
 }
