@@ -52,7 +52,7 @@ function clip(number, count) {
   return Math.max(0, Math.min(count - 1, number));
 }
 
-function draw(canvas, { rows, columns, value, cell, margin, width, height, at, picked, range, rowLabel }) {
+function draw(canvas, { rows, columns, value, cell, margin, width, height, at, picked, range, rowLabel, zero }) {
   const scale = devicePixelRatio || 1;
   canvas.width = Math.max(1, width * scale);
   canvas.height = Math.max(1, height * scale);
@@ -62,11 +62,12 @@ function draw(canvas, { rows, columns, value, cell, margin, width, height, at, p
   pen.scale(scale, scale);
   const style = getComputedStyle(canvas);
   const gap = cell > 8 ? 1 : 0;
-  const used = range ?? rangeOf(all(rows, columns, value));
+  const base = zero ?? 0;
+  const used = range ?? rangeAround(all(rows, columns, value), zero);
   for (let row = 0; row < rows; row++) {
     for (let column = 0; column < columns; column++) {
       const number = value(row, column);
-      pen.fillStyle = Number.isFinite(number) ? tint(number, used) : "rgba(128,128,128,.12)";
+      pen.fillStyle = Number.isFinite(number) ? tint(number - base, used) : "rgba(128,128,128,.12)";
       pen.fillRect(margin + column * cell, row * cell, cell - gap, cell - gap);
     }
   }
@@ -83,6 +84,13 @@ function draw(canvas, { rows, columns, value, cell, margin, width, height, at, p
   for (let row = 0; row < rows; row += every) {
     pen.fillText(rowLabel?.(row) ?? row, margin - 6, row * cell + cell / 2, margin - 6);
   }
+}
+
+// Around `zero` both colours have one scale.
+function rangeAround(values, zero) {
+  if (zero === undefined) return rangeOf(values);
+  const far = rangeOf(values.map((value) => Math.abs(value - zero)))[1];
+  return [-far, far];
 }
 
 function all(rows, columns, value) {
