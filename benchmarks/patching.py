@@ -173,7 +173,10 @@ def child(args: argparse.Namespace, side: str, size: int) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": done.stderr[-2000:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    lines = done.stdout.splitlines()  # An engine logs there, too.
+    found: dict[str, Any] = json.loads(
+        next(line for line in reversed(lines) if line.startswith('{"seconds"'))
+    )
     return found
 
 
