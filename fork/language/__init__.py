@@ -23,6 +23,7 @@ from fork.language.fields import add_field
 from fork.language.imports import add_import
 from fork.language.parameters import add_parameter
 from fork.language.problems import Problem
+from fork.language.releases import since, until
 from fork.language.replacements import replace
 from fork.language.statements import after, before
 from fork.language.weave import EditFile, Woven, weave
@@ -42,5 +43,7 @@ __all__ = [
     "first",
     "last",
     "replace",
+    "since",
+    "until",
     "weave",
 ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base class of edits, and the changes into which an edit is resolved."""
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -35,6 +36,13 @@ class Change:
 Resolution = tuple[Change, ...] | Finding
 
 
+def _number(release: str) -> tuple[int, ...]:
+    """A release as numbers that can be compared; suffixes are left out."""
+    digits = re.match(r"\d+(\.\d+)*", release)
+    assert digits is not None, f"not a release: {release!r}"
+    return tuple(map(int, digits[0].split(".")))
+
+
 def caller_line() -> int:
     """The line of the edit file that called the operation, for messages."""
     return sys._getframe(2).f_lineno
@@ -55,6 +63,17 @@ class Edit(ABC):
     count: int = 1
     """The exact number of places that must match."""
     line: int = field(default=0, compare=False)
+    since: str = ""
+    """The first release that the edit is for; empty for any."""
+    until: str = ""
+    """The first release that it is not for; empty for none."""
+
+    def applies_to(self, release: str) -> bool:
+        """Whether the edit is for a release, such as `0.32.0`."""
+        number = _number(release)
+        return not (self.since and number < _number(self.since)) and not (
+            self.until and number >= _number(self.until)
+        )
 
     def __post_init__(self) -> None:
         if not self.why.strip():

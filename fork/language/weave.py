@@ -46,6 +46,8 @@ def weave(source: str, file: EditFile, version: str) -> Woven:
     changes: list[Change] = []
     problems: list[Problem] = []
     for edit in file.edits:
+        if not edit.applies_to(version):
+            continue
         result = edit.resolve(tree)
         if isinstance(result, tuple):
             changes += result

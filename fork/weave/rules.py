@@ -527,8 +527,12 @@ LOOPS: Mapping[str, str] = {
 _AUDIO = "an encoder-decoder model that turns audio or images into text"
 
 MODELS: Mapping[str, str] = {
+    "AliceAIForCausalLM": "each layer mixes the outputs of earlier groups of layers, "
+    "so there is no single stream",
     "CohereAsrForConditionalGeneration": _AUDIO,
     "NemotronParseForConditionalGeneration": _AUDIO,
+    "RadioMBartPrefixForCausalLM": "its decoder is that of an encoder-decoder model, "
+    "whose layers are not woven",
     "WhisperForConditionalGeneration": _AUDIO,
 }
 """By architecture: why it is refused as a whole."""

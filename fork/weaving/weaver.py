@@ -66,7 +66,11 @@ def plan(checkout: Checkout, release: Release) -> tuple[list[Task], list[WovenFi
     edits = edit_paths(checkout.edits)
     has_weave = has_layer_weave()
     modules = {m for m in upstream if has_weave and _may_hold_layers(m)} | set(edits)
-    orphans = [_orphan(m, release.version) for m in sorted(modules - upstream)]
+    orphans = [
+        _orphan(m, release.version)
+        for m in sorted(modules - upstream)
+        if _has_edits(m, edits[m], release.version)
+    ]
     tasks = [
         _task(
             module, release, edits.get(module), has_weave and _may_hold_layers(module)
@@ -74,6 +78,15 @@ def plan(checkout: Checkout, release: Release) -> tuple[list[Task], list[WovenFi
         for module in sorted(modules & upstream)
     ]
     return tasks, orphans
+
+
+def _has_edits(module: str, path: Path, version: str) -> bool:
+    """Whether any edit of a file is for this release; true if it does not load."""
+    try:
+        edits = load_edit_file(module, path).edits
+    except BuildFailure:
+        return True
+    return any(edit.applies_to(version) for edit in edits)
 
 
 def has_layer_weave() -> bool:
@@ -91,7 +104,10 @@ def _task(
     path = release.root / module
     parts = [module.encode(), path.read_bytes()]  # the same in several releases
     if edit_file is not None:
-        parts += [edit_file.read_bytes(), language_digest()]
+        text = edit_file.read_bytes()
+        parts += [text, language_digest()]
+        if b"since(" in text or b"until(" in text:
+            parts.append(release.version.encode())
     if has_layers:
         parts.append(weave_digest())
     return Task(

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Properties of weaving as a whole, and the texts of problems."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fork.language import add_import, after, first
+from fork.language import EditFile, add_import, after, first, since, until, weave
 from tests.fork.language._weaving import run
 
 LINES = st.lists(
@@ -53,3 +54,16 @@ def test_a_result_that_does_not_compile_is_a_problem() -> None:
     woven = run("x = 1\n", after(scope="", anchor="x = 1", insert="break", why="test"))
     (problem,) = woven.problems
     assert "does not compile, line 2" in problem.sentence()
+
+
+@pytest.mark.parametrize(
+    ("release", "line"),
+    [("0.9.3", "old()"), ("0.10.0rc1", "new()"), ("0.10", "old()"), ("1.0", "new()")],
+)
+def test_an_edit_may_be_for_some_releases_only(release: str, line: str) -> None:
+    old = after(scope="", anchor="mark()", insert="old()", why="test")
+    new = after(scope="", anchor="mark()", insert="new()", why="test")
+    missing = after(scope="", anchor="gone()", insert="new()", why="test")
+    edits = (*until("0.10.0", old), *since("0.10.0", new), *since("2.0", missing))
+    woven = weave("mark()\n", EditFile("e.py", "m.py", "a test", edits), release)
+    assert woven.source == f"mark()\n{line}\n"

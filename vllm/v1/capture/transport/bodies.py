@@ -101,16 +101,14 @@ def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
     for number in range(len(arrays)):  # A list has no quotes around it.
         texts[number] = texts[number][:-1]
         texts[number + 1] = texts[number + 1][1:]
-    size: int | None = sum(len(text.encode()) for text in texts)
-    for one in order:
-        known = isinstance(one, Part) and not one.encoding
-        assert size is None or isinstance(size, int)
-        size = None if size is None or not known else size + _base64_size(one)
+    lengths = [len(text.encode()) for text in texts]
+    lengths += [
+        -(-one.rows.nbytes // 3) * 4
+        for one in order
+        if isinstance(one, Part) and not one.encoding
+    ]
+    size = sum(lengths) if len(lengths) == len(texts) + len(order) else None
     return Body("application/json", size, coalesced(_spliced(texts, order)))
-
-
-def _base64_size(part: Part) -> int:
-    return -(-part.rows.nbytes // 3) * 4
 
 
 def _spliced(

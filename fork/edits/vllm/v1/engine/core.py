@@ -28,11 +28,7 @@ EDITS = [
     ),
     after(
         scope="EngineCore._initialize_kv_caches",
-        anchor="""
-kv_cache_configs = get_kv_cache_configs(
-    vllm_config, kv_cache_specs, available_gpu_memory
-)
-""",
+        anchor="kv_cache_configs = get_kv_cache_configs(...)",
         insert="self.residual.mark(vllm_config, kv_cache_configs)",
         why="Must happen before the scheduler and the workers copy the configuration.",
     ),
@@ -79,9 +75,9 @@ if self.residual.accepts_when_stopping(method_name):
         insert="self.residual.complete(req)",
         why="Vectors that were sent before are sent by digest.",
     ),
-    after(
+    before(
         scope="EngineCoreProc._handle_client_request",
-        anchor="if self._reject_add_in_shutdown(req):",
+        anchor="self.add_request(req, request_wave)",
         insert="if self.residual.refuses(self, req):\n    return",
         why="Another front end may have set global vectors that conflict with its own.",
     ),

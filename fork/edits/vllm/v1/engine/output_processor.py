@@ -1,7 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output processor detects when a request ends for its client."""
 
-from fork.language import add_decorator, add_import, after, before, first, replace
+from fork.language import (
+    Edit,
+    add_decorator,
+    add_import,
+    after,
+    before,
+    first,
+    replace,
+    since,
+    until,
+)
+
+
+def end_request(anchor: str) -> Edit:
+    """The edit at the place where a request ends."""
+    return before(
+        scope="OutputProcessor.process_outputs",
+        anchor=anchor,
+        insert="self.residual.end_request(req_state, finish_reason)",
+        why="Stop strings are applied here, so the final tokens are known only now.",
+    )
+
 
 EDITS = [
     add_import(
@@ -56,11 +77,16 @@ output = self._new_completion_output(new_token_ids, finish_reason, stop_reason)
         decorator="residual_results.named",
         why="Further results are matched to the output by what it names.",
     ),
-    before(
-        scope="OutputProcessor.process_outputs",
-        anchor="self._finish_request(req_state)",
-        insert="self.residual.end_request(req_state, finish_reason)",
-        why="Stop strings are applied here, so the final tokens are known only now.",
+    *until("0.33.0", end_request("self._finish_request(req_state)")),
+    *since(
+        "0.33.0",
+        end_request("if req_state.streaming_input or not engine_core_output.finished:"),
+        before(
+            scope="OutputProcessor.process_outputs",
+            anchor="if req_state.streaming_input:",
+            insert='self.residual.end_request(req_state, "error")',
+            why="A paused engine rejects the request on its arrival.",
+        ),
     ),
     before(
         scope="OutputProcessor.process_outputs",

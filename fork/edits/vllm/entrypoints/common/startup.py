@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steering key does not appear in the log."""
+
+from fork.language import after, since
+
+EDITS = [
+    *since(
+        "0.33.0",
+        after(
+            scope="",
+            anchor="_SENSITIVE_ARG_FIELDS = frozenset(...)",
+            insert='_SENSITIVE_ARG_FIELDS |= {"steering_api_key"}',
+            why="The server logs its arguments.",
+        ),
+    ),
+]
