@@ -142,13 +142,16 @@ class CaptureConfig:
     """Those of them with `truncates`: they accept rows that may be discarded later."""
     driver_key: str = ""
     """Key of the ready-made instances in a registry of the `LLM`'s process."""
-    mlp_points: bool = False
-    """Whether the layers get the hook points `mlp_in` and `mlp_out` as well.
+    optional_points: list[str] = Field(default_factory=list)
+    """The hook points that the layers get beside those of the stream.
 
-    They prevent fusions around the MLP, which makes a decode step a few percent slower
-    even if nothing is captured."""
+    They prevent fusions in their places, which makes a decode step slower even if
+    nothing is captured."""
     hook_points: dict[int, list[str]] | None = None
     """The hook points of each layer, set once the model is loaded."""
+    point_shapes: dict[int, dict[str, tuple[int, int]]] = Field(default_factory=dict)
+    """`PointShape` of the hook points that have heads or another width than the stream,
+    by layer and name; set once the model is loaded."""
     staging_bytes: int = Field(default=256 * MIB, gt=0)
     """Size in bytes of staging memory on the device.
 
@@ -239,7 +242,7 @@ class CaptureConfig:
         """
         from vllm.config.utils import hash_factors
 
-        factors: dict[str, object] = {"capture": 0, "mlp_points": self.mlp_points}
+        factors: dict[str, object] = {"capture": 0, "points": self.optional_points}
         if self.enabled:
             from vllm.model_executor.layers.residual.cache_key import form
 

@@ -22,7 +22,7 @@ from vllm.v1.capture.registry import (
 from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
-from vllm.v1.residual.tap import HOOK_NAMES
+from vllm.v1.residual.tap import HOOK_NAMES, MLP_POINTS, OPTIONAL_POINTS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SchedulerConfig
@@ -55,7 +55,16 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         "--mlp-hook-points",
         action="store_true",
         default=False,
-        help="Add the hook points mlp_in and mlp_out to every layer that has an MLP.",
+        help="The same as --hook-points mlp_in mlp_out.",
+    )
+    group.add_argument(
+        "--hook-points",
+        nargs="+",
+        default=None,
+        metavar="NAME",
+        help="Hook points beside those of the stream, in every layer that has them: "
+        f"{', '.join(OPTIONAL_POINTS)}, or all. A decode step gets slower by each, "
+        "also where it is not used.",
     )
     group.add_argument(
         "--vllm-lens-api",
@@ -211,7 +220,7 @@ def capture_config(
         driver_instances=list(ready),
         driver_truncating=[name for name, one in ready.items() if truncates(one)],
         driver_key=key,
-        mlp_points=args.mlp_hook_points,
+        optional_points=_optional_points(args),
         readouts=reads,
         graphsafe_keys=[
             *_texts(args.capture_graphsafe_key),
@@ -231,6 +240,24 @@ def capture_config(
     _check_graphsafe_keys(config.graphsafe_keys, model_config)
     _check_spill(config, chosen)
     return config
+
+
+def _optional_points(args: "EngineArgs") -> list[str]:
+    """The enabled hook points beside those of the stream, in a fixed order."""
+    wanted = set(MLP_POINTS) if args.mlp_hook_points else set()
+    for name in _texts(args.hook_points):
+        if name == "all":
+            wanted.update(OPTIONAL_POINTS)
+        elif name in OPTIONAL_POINTS:
+            wanted.add(name)
+        elif name not in HOOK_NAMES:
+            raise CaptureValidationError(
+                f"hook_points: {name!r} is not a hook point; those that are added by "
+                f"name are {list(OPTIONAL_POINTS)}, and 'all' is all of them",
+                parameter="hook_points",
+                value=name,
+            )
+    return [name for name in OPTIONAL_POINTS if name in wanted]
 
 
 def _takes_actions(args: "EngineArgs", steps: list[ConsumerConfig]) -> bool:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from vllm.v1.residual.tap import HOOK_NAMES, Tap
+from vllm.v1.residual.tap import HOOK_NAMES, OPTIONAL_POINTS, Tap
 
 MLP_ADD = "mlp_add"
 """What the MLP adds to the stream, as TransformerLens' `hook_mlp_out` is.
@@ -36,6 +36,11 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "hook_out": "post_block",
         "hook_mlp_out": MLP_ADD,
         MLP_ADD: MLP_ADD,
+        "attn.hook_q": "q",
+        "attn.hook_k": "k",
+        "attn.hook_v": "v",
+        "attn.hook_z": "z",
+        "mlp.hook_post": "mlp_act",
         "mlp.hook_in": "mlp_in",
         "mlp.hook_out": "mlp_out",
     }
@@ -86,6 +91,8 @@ def own_tap(tap: Tap, points: Mapping[int, Collection[str]]) -> Tap:
 
 def why_not(hook: str, points: Collection[str]) -> str:
     """The end of a message that a layer with `points` does not have `hook`."""
+    if hook in OPTIONAL_POINTS:
+        return f"; a server with --hook-points {hook} has it where the model does"
     if hook != MLP_ADD or "mlp_out" not in points:
         return ""
     return (

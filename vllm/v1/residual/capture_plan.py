@@ -53,7 +53,7 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TapGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Taps that the same readers read at the same positions.
+    """Taps of one width that the same readers read at the same positions.
 
     `ranges` are the positions that are staged: the union of the readers' ranges,
     widened if the true positions of a step are unknown when it starts (see `widened`).
@@ -65,6 +65,10 @@ class TapGroup(msgspec.Struct, frozen=True, array_like=True):
     taps: tuple[Tap, ...]
     ranges: Spans
     readers: tuple[Reader, ...]
+    each: int = 1
+    """Staging rows that a row takes."""
+    width: int = 0
+    """Numbers per row, if other than in the stream."""
 
 
 class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
@@ -95,13 +99,13 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     @property
     def num_taps(self) -> int:
-        """The maximum number of rows per token."""
-        return sum([len(group.taps) for group in self.groups])
+        """The maximum number of staging rows per token."""
+        return sum([len(group.taps) * group.each for group in self.groups])
 
     def rows_in(self, start: int, stop: int) -> int:
-        """The number of rows, over all taps, at the positions `[start, stop)`."""
+        """The staging rows, over all taps, of the positions `[start, stop)`."""
         return sum(
-            len(group.taps) * (last - first)
+            len(group.taps) * group.each * (last - first)
             for group in self.groups
             for first, last in overlap(group.ranges, start, stop)
         )
@@ -160,17 +164,23 @@ def group_taps(
     wanted: Mapping[str, Mapping[Tap, Spans]],
     num_prompt_tokens: int = 0,
     lag: int = 0,
+    widths: Mapping[Tap, tuple[int, int]] | None = None,
 ) -> tuple[TapGroup, ...]:
-    """Group taps by readers, so that each wanted row is staged exactly once.
+    """Group taps by readers and width, so that each wanted row is staged exactly once.
 
     Args:
         wanted: per consumer instance, the ranges that it reads at each tap.
         num_prompt_tokens: of the request.
         lag: by how many tokens the scheduler's positions may be too high; see
             `widened`.
+        widths: `each` and `width` of a `TapGroup`, for taps whose rows are not as wide
+            as the stream.
 
     """
-    if len(wanted) == 1:  # Usually one reader, which reads the same ranges at all taps.
+    widths = widths or {}
+    if (
+        len(wanted) == 1 and not widths
+    ):  # Usually one reader, which reads the same ranges at all taps.
         ((instance, taps),) = wanted.items()
         if len(alike := set(taps.values())) == 1:
             alone = (Reader(instance, alike.pop()),)
@@ -180,9 +190,10 @@ def group_taps(
     for instance in sorted(wanted):
         for tap, ranges in wanted[instance].items():
             readers.setdefault(tap, []).append(Reader(instance, ranges))
-    by_readers: dict[tuple[Reader, ...], list[Tap]] = {}
+    alike_taps: dict[tuple[tuple[Reader, ...], tuple[int, int]], list[Tap]] = {}
     for tap in sorted(readers):
-        by_readers.setdefault(tuple(readers[tap]), []).append(tap)
+        kind = tuple(readers[tap]), widths.get(tap, (1, 0))
+        alike_taps.setdefault(kind, []).append(tap)
     return tuple(
         TapGroup(
             tuple(taps),
@@ -192,6 +203,7 @@ def group_taps(
                 lag,
             ),
             group,
+            *size,
         )
-        for group, taps in by_readers.items()
+        for (group, size), taps in alike_taps.items()
     )

@@ -38,6 +38,8 @@ class LocalGroup:
     ranges: Spans
     readers: tuple[Reader, ...]
     """The readers that rows are delivered to; empty if only readouts use the rows."""
+    width: int = 0
+    """Numbers per row, if other than in the stream."""
 
 
 def local_groups(
@@ -56,7 +58,7 @@ def local_groups(
         if taps:
             where = tuple(columns[tap] for tap in taps)
             readers = tuple(r for r in group.readers if r.instance != READOUTS)
-            groups.append(LocalGroup(taps, where, group.ranges, readers))
+            groups.append(LocalGroup(taps, where, group.ranges, readers, group.width))
     return tuple(groups)
 
 
@@ -81,7 +83,11 @@ class BlockRow(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rows of a step at the same taps: staging rows `[len(columns), num_rows]`."""
+    """Rows of a step at the same taps: `[len(columns), num_rows]`.
+
+    A row that is wider than the stream takes several staging rows, one that is narrower
+    the beginning of one. The taps of a block are of one width.
+    """
 
     columns: Columns
     """Index of each tap among the taps of this process."""
@@ -93,6 +99,15 @@ class Block(NamedTuple):
     """For each pick, the index of its first row in the block."""
     num_rows: int
     """Rows per tap, including unused ones."""
+    each: int = 1
+    """Staging rows that a row takes."""
+    width: int = 0
+    """Numbers per row, if other than in the stream."""
+
+    @property
+    def num_staged(self) -> int:
+        """Staging rows of the block."""
+        return len(self.columns) * self.num_rows * self.each
 
 
 def pick_rows(
@@ -119,7 +134,7 @@ def pick_rows(
 
 def rows_of(blocks: Sequence[Block]) -> int:
     """The number of staging rows that `blocks` use."""
-    return sum(len(block.columns) * block.num_rows for block in blocks)
+    return sum([block.num_staged for block in blocks])
 
 
 class RowIndices:
@@ -172,15 +187,20 @@ class RowIndices:
 class BlockRows:
     """The row indices, by block, of requests that had one token in the last step."""
 
-    def __init__(self, most_rows: int) -> None:
+    def __init__(
+        self, most_rows: int, widths: Mapping[int, tuple[int, int]] | None = None
+    ) -> None:
         """Start without requests.
 
         Args:
             most_rows: staging rows that a step may use. If free indices make it
                 exceed them, the indices are compacted.
+            widths: `each` and `width` of a `Block`, by the column of a tap whose rows
+                are not as wide as the stream.
 
         """
         self._most_rows = most_rows
+        self._widths = widths or {}
         self._indices: dict[Columns, RowIndices] = {}
 
     def unshare(self) -> None:
@@ -237,7 +257,13 @@ class BlockRows:
         for columns, picks in picked.items():
             if columns not in self._indices:
                 blocks.append(block(columns, NO_INDICES, picks))
+        if self._widths:
+            blocks = [self._sized(one) for one in blocks]
         return tuple(blocks)
+
+    def _sized(self, block: Block) -> Block:
+        each, width = self._widths.get(block.columns[0], (1, 0))
+        return block._replace(each=each, width=width)
 
 
 NO_INDICES = RowIndices()

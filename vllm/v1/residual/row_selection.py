@@ -22,8 +22,6 @@ from vllm.v1.residual.selectors import (
 from vllm.v1.residual.spans import LAST_ROW, OPEN_END, Spans, merged
 from vllm.v1.residual.tap import HOOK_NAMES, HookName
 
-MLP_REMEDY = ". Start the server with --mlp-hook-points to add mlp_in and mlp_out"
-
 VllmInternalRequestId = NewType("VllmInternalRequestId", str)
 """The unique, opaque id that the engine gives each sample; clients cannot choose it."""
 
@@ -90,10 +88,9 @@ def parse_hooks(
         ]
         if not having:
             known = sorted({p for own in ctx.hook_points.values() for p in own})
-            remedy = MLP_REMEDY if hook.startswith("mlp") else ""
             raise fail(
                 f"{where}: this model has no hook point {hook!r}; it has "
-                f"{known}{why_not(hook, known) or remedy}",
+                f"{known}{why_not(hook, known)}",
                 where,
                 hook,
             )

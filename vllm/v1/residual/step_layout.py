@@ -63,16 +63,22 @@ class StepLayout:
     Used on the engine's thread only.
     """
 
-    def __init__(self, addresses: Sequence[int], most_rows: int) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[int],
+        most_rows: int,
+        widths: Mapping[int, tuple[int, int]] | None = None,
+    ) -> None:
         """Start without requests.
 
         Args:
             addresses: for each tap, the address that identifies its op.
             most_rows: staging rows that a step may use.
+            widths: as of `BlockRows`.
 
         """
         self._addresses = addresses
-        self._block_rows = BlockRows(most_rows)
+        self._block_rows = BlockRows(most_rows, widths)
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
         self._step = 0
         self._number = 0

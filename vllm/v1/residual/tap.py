@@ -6,20 +6,55 @@ This module imports nothing of ours, because `vllm.sampling_params` imports it.
 
 from typing import Literal, TypeAlias
 
-HookName = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
-"""The point in a decoder block at which a row is read.
-
-`pre_attn`: the residual stream at the input of the block. `post_attn`: after the output
-of attention (or another token mixer) was added. `post_block`: at the output of the
-block, before any final norm. `mlp_in`, `mlp_out`: input and output of the MLP.
-"""
-
-HOOK_NAMES: tuple[HookName, ...] = (
+HookName = Literal[
     "pre_attn",
     "post_attn",
     "post_block",
     "mlp_in",
     "mlp_out",
+    "attn_in",
+    "q",
+    "k",
+    "v",
+    "z",
+    "attn_out",
+    "mlp_act",
+    "router_logits",
+    "final_norm",
+]
+"""The point in a decoder block at which a row is read.
+
+`pre_attn`: the residual stream at the input of the block. `post_attn`: after the output
+of attention (or another token mixer) was added. `post_block`: at the output of the
+block, before any final norm. `mlp_in`, `mlp_out`: input and output of the MLP.
+
+Inside the block, only where enabled: `attn_in`, `attn_out`: input and output of the
+attention module. `q`, `k`, `v`: what attention reads, after rotary embeddings and
+norms, `z`: what it returns, before the output projection; each consists of heads.
+`mlp_act`: input of the MLP's second projection. `router_logits`: one per expert.
+`final_norm`: of the last layer, what enters the unembedding.
+"""
+
+INNER_POINTS: tuple[HookName, ...] = (
+    "attn_in",
+    "q",
+    "k",
+    "v",
+    "z",
+    "attn_out",
+    "mlp_act",
+    "router_logits",
+    "final_norm",
+)
+MLP_POINTS: tuple[HookName, ...] = ("mlp_in", "mlp_out")
+OPTIONAL_POINTS = (*MLP_POINTS, *INNER_POINTS)
+"""Points that exist only where the engine was started with them."""
+
+HOOK_NAMES: tuple[HookName, ...] = (
+    "pre_attn",
+    "post_attn",
+    "post_block",
+    *OPTIONAL_POINTS,
 )
 
 Tap: TypeAlias = tuple[int, str]

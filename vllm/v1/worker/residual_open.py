@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaches taps to a loaded model, and opens what its runner calls in each step."""
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ from vllm.model_executor.layers.residual.copy_guard import guard_copies
 from vllm.model_executor.layers.residual.inductor_guard import guard_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.readouts.worker.head import final_norm_of
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
@@ -24,6 +27,7 @@ from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
+from vllm.v1.worker.inner_points import SLICED, find_inner_points, shapes_of
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, can_record, families_at_start
 from vllm.v1.worker.residual_hooks import open_hooks
@@ -66,19 +70,33 @@ def _open(
     config = vllm_config.capture_config
     enabled = config.enabled or vllm_config.steering_config.enabled
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    layers = find_tapped_layers(model, config.mlp_points, num_layers, weaves=enabled)
-    points = layers.points
+    optional = config.optional_points
+    layers = find_tapped_layers(model, optional, num_layers, weaves=enabled)
     if not enabled:
         Launch.begin(NOTHING, (NOTHING,))
         return ResidualStream(layers.names)
     _check_supported(vllm_config, model, layers)
+    width = vllm_config.model_config.get_hidden_size()
+    last = layers.modules.get((num_layers - 1, "post_block"))
+    layers = replace(
+        layers,
+        inner=find_inner_points(
+            layers.blocks,
+            optional,
+            width,
+            vllm_config.parallel_config.tensor_parallel_size,
+            None if last is None else final_norm_of(model, last[0]),
+        ),
+    )
+    points = layers.points
+    _check_enabled(optional, points, vllm_config)
+    shapes = shapes_of(layers.inner, width)
     stage = Stage(
         get_tensor_model_parallel_rank(),
         get_pp_group().rank_in_group,
         get_pp_group().world_size,
     )
     taps = [(index, point) for index in sorted(points) for point in points[index]]
-    width = vllm_config.model_config.get_hidden_size()
     dtype = torch_dtype(vllm_config.model_config)
     capture = steering = None
     # Loaded before memory is profiled, so that they count as part of the model.
@@ -86,20 +104,28 @@ def _open(
     if config.enabled:
         readouts = None
         if config.readouts:
-            last = layers.modules.get((num_layers - 1, "post_block"))
             readouts = WorkerReadouts(
                 vllm_config, modules, model, last[0] if last else None, device
             )
         capture = WorkerCapture(
-            vllm_config, stage, taps, width, dtype, device, readouts
+            vllm_config, stage, taps, width, dtype, device, readouts, shapes
         )
     if vllm_config.steering_config.enabled:
         steering = WorkerSteering(
-            vllm_config, taps, width, dtype, device, modules.sae, _route_of_doses(stage)
+            vllm_config,
+            taps,
+            width,
+            dtype,
+            device,
+            modules.sae,
+            _route_of_doses(stage),
+            shapes,
         )
     made = {tap: _tap(tap, capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
         residual_tap.attach(module, place[1], made[place], run)
+    for place, point in layers.inner.items():
+        point.attach(made[place])
     logger.info(
         "Residual stream: %d hook points in %d layers; %s; %s",
         len(taps),
@@ -126,12 +152,29 @@ def _open(
         graphs,
         open_hooks(vllm_config, model, steering),
     )
-    stream.modules = modules
+    stream.modules, stream.point_shapes = modules, shapes
     if config.takes_actions:
         stream.steps = StepConsumers(vllm_config, steering, device, dtype)
         if stream.readouts is not None:
             stream.readouts.on_rows = stream.steps.on_rows
     return stream
+
+
+def _check_enabled(
+    optional: Collection[str], points: HookPoints, vllm_config: "VllmConfig"
+) -> None:
+    """Note in the log which enabled hook points no layer here has."""
+    having = {name for names in points.values() for name in names}
+    if missing := [name for name in optional if name not in having]:
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        logger.warning(
+            "No layer of this process has the hook points %s%s",
+            missing,
+            f"; {', '.join(SLICED)} are divided among {ranks} tensor-parallel ranks, "
+            "and need one"
+            if ranks > 1
+            else "",
+        )
 
 
 def _route_of_doses(stage: Stage) -> Route:

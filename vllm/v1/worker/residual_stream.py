@@ -18,6 +18,7 @@ from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.pending import Additions, attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.capture_plan import CaptureEnd
+from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows
@@ -45,6 +46,8 @@ class ResidualStream:
     def __init__(self, hook_points: HookPoints) -> None:
         self.hook_points = hook_points
         """The hook points of this process's layers, by layer index."""
+        self.point_shapes: Shapes = {}
+        """The shapes of those that differ from the stream's."""
         self.checks_streams = False
         """Whether this step is checked for NaN and infinity."""
 

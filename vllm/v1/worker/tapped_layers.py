@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the modules of a loaded model that have hook points, and their layers."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,8 +12,8 @@ from vllm.model_executor.layers.residual.runtime_weave import NotWoven, weave_la
 from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.residual_weave.rules import NOT_TAPPED, REFUSED
 from vllm.v1.residual.addresses import MLP_ADD
-
-MLP_POINTS = ("mlp_in", "mlp_out")
+from vllm.v1.residual.tap import MLP_POINTS
+from vllm.v1.worker.inner_points import InnerPoint
 
 Place = tuple[int, str]
 """`(layer, point)`."""
@@ -21,12 +21,28 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class TappedLayers:
-    """The hook points of one process's part of the model."""
+    """The hook points of one process's part of the model.
+
+    A layer's own come first, then those inside its block.
+    """
 
     modules: dict[Place, tuple[nn.Module, int]]
     """By place: the module to attach to, and the index of its run in a pass."""
     refusals: tuple[str, ...]
     """Reasons why the model, as configured, must not be tapped."""
+    inner: dict[Place, InnerPoint] = field(default_factory=dict)
+    """By place: the points inside the blocks."""
+
+    @property
+    def blocks(self) -> dict[int, nn.Module]:
+        """The decoder layers that run once in a pass, by index."""
+        ends = {
+            layer: module
+            for (layer, point), (module, _) in self.modules.items()
+            if point == "post_block"
+        }
+        modules = list(ends.values())
+        return {n: module for n, module in ends.items() if modules.count(module) == 1}
 
     @property
     def names(self) -> dict[int, list[str]]:
@@ -41,13 +57,14 @@ class TappedLayers:
     def points(self) -> dict[int, list[str]]:
         """The hook points of each layer, in the order of the forward pass."""
         points: dict[int, list[str]] = {}
-        for layer, point in sorted(self.modules, key=lambda place: place[0]):
+        places = [*self.modules, *self.inner]
+        for layer, point in sorted(places, key=lambda place: place[0]):
             points.setdefault(layer, []).append(point)
         return points
 
 
 def find_tapped_layers(
-    model: nn.Module, mlp_points: bool, num_layers: int, weaves: bool
+    model: nn.Module, optional: Collection[str], num_layers: int, weaves: bool
 ) -> TappedLayers:
     """Find the hook points of the decoder of `model`; its encoders have none.
 
@@ -56,7 +73,7 @@ def find_tapped_layers(
 
     Args:
         model: the loaded model.
-        mlp_points: whether to include `mlp_in` and `mlp_out`.
+        optional: the enabled points beside those of the stream.
         num_layers: number of layers of the whole decoder; identifies its list of
             layers.
         weaves: whether to weave layers that were not woven at build time, because they
@@ -66,9 +83,11 @@ def find_tapped_layers(
     refusals = dict.fromkeys(_weave_the_rest(decoder, num_layers) if weaves else ())
     modules: dict[Place, tuple[nn.Module, int]] = {}
     for name, module in decoder.named_modules():  # Parents come before children.
-        points = tap.hook_points(module)
-        if not mlp_points:
-            points = tuple(point for point in points if point not in MLP_POINTS)
+        points = tuple(
+            point
+            for point in tap.hook_points(module)
+            if point not in MLP_POINTS or point in optional
+        )
         if not points:
             continue
         reasons = tuple(_reasons_against(module))

@@ -16,6 +16,7 @@ capture_consumers: list[Any] | None = None
 capture_staging_bytes: int | None = None
 capture_host_memory_bytes: int | None = None
 mlp_hook_points: bool = False
+hook_points: list[str] | str | None = None
 vllm_lens_api: bool = False
 allow_remote_code_hooks: bool = False
 interp_engine_api: bool = False

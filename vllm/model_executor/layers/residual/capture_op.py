@@ -240,7 +240,8 @@ def capture_rows(
         slots: `[>= T]` int32, -1 for a token whose row is not captured.
         base: `[1]` int32, added to every slot. In consecutive decode steps of the same
             requests only this value changes.
-        staging: `[S, H]` in the stream's dtype.
+        staging: `[S, H]` in the stream's dtype. A row of another width begins where
+            its slot does, and ends in a later row or before the end of this one.
         partial: whether `hidden` is this rank's summand of an all-reduce over
             tensor-parallel ranks.
 
@@ -286,7 +287,12 @@ def capture_rows(
     rows = hidden[tokens]
     if residual is not None:
         rows = rows + residual[tokens]
-    staging[(base + slots[tokens]).long()] = rows.to(staging.dtype)
+    if (width := rows.shape[1]) == staging.shape[1]:
+        staging[(base + slots[tokens]).long()] = rows.to(staging.dtype)
+        return
+    first = (base + slots[tokens]).long()[:, None] * staging.shape[1]
+    place = first + torch.arange(width, device=rows.device)
+    staging.view(-1)[place] = rows.to(staging.dtype)
 
 
 def _capture_rows_fake(

@@ -182,8 +182,10 @@ class ResidualTap:
             if not Launch.wants(index):
                 return hidden_states, residual
             residual = None if residual is None else residual.clone()
-        if residual is not None or not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or residual is not None:
             hidden_states = hidden_states.clone()
+        elif self.table is None:  # Nothing has made a copy before.
+            hidden_states = hidden_states.clone(memory_format=torch.contiguous_format)
         if partial is None:
             torch.ops.vllm.intervene_split_rows(
                 hidden_states, residual, index, rows, gates, self.records

@@ -71,12 +71,13 @@ def note_model(core: "EngineCore") -> None:
     enabled, the workers get the full map of hook points as well.
     """
     stages = core.model_executor.collective_rpc(calls.hook_points_of)
-    points = {layer: points for stage in stages for layer, points in stage.items()}
+    points = {layer: own for stage, _ in stages for layer, own in stage.items()}
+    shapes = {layer: own for _, stage in stages for layer, own in stage.items()}
     config = core.vllm_config.capture_config
-    config.hook_points = points
+    config.hook_points, config.point_shapes = points, shapes
     if core.vllm_config.readout_config.enabled:
         refusals = core.model_executor.collective_rpc(calls.lens_refusal_of)
         known = [refusal for refusal in refusals if refusal is not None]
         core.vllm_config.readout_config.lens_refusal = next(iter(known), "")
     if config.enabled:
-        core.model_executor.collective_rpc(calls.set_hook_points, args=(points,))
+        core.model_executor.collective_rpc(calls.set_hook_points, args=(points, shapes))

@@ -279,7 +279,10 @@ class CapturedRequest:
         self, number: int, reader: Reader, end: RequestEnd, stop: int
     ) -> dict[str, Any]:
         positions, remarks = self._positions(number, reader, end, stop)
-        return self._sidecar_of(reader.instance, positions, remarks, end)
+        facts = self._sidecar_of(reader.instance, positions, remarks, end)
+        if width := self._groups[number].width:
+            facts["hidden_size"] = width
+        return facts
 
     def _sidecar_of(
         self,

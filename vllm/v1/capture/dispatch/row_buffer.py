@@ -17,6 +17,7 @@ import torch
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.memory.row_copy import RowCopy
+from vllm.v1.residual.row_blocks import Block
 
 
 class Span(NamedTuple):
@@ -40,13 +41,13 @@ class Piece:
         "_memory",
         "_row_stride",
         "_tap_stride",
-        "_taps",
         "num_rows",
         "num_steps",
         "page",
         "start",
         "step",
         "step_before",
+        "width",
     )
 
     def __init__(
@@ -55,8 +56,7 @@ class Piece:
         start: int,
         num_rows: int,
         first: int,
-        tap_stride: int,
-        taps: int,
+        block: Block,
     ) -> None:
         """Describe the rows that a request has in a span.
 
@@ -65,8 +65,7 @@ class Piece:
             start: token position of the first row.
             num_rows: rows per step.
             first: index of the first row at the first tap in the span's memory.
-            tap_stride: from tap to tap, in rows.
-            taps: number of taps.
+            block: of the layout of these steps.
 
         """
         self.start = start
@@ -85,9 +84,10 @@ class Piece:
         """
         self._memory = span.memory
         self._first = first
-        self._row_stride = span.num_rows
-        self._tap_stride = tap_stride
-        self._taps = taps
+        self._row_stride = block.each if span.num_steps == 1 else span.num_rows
+        self._tap_stride = block.num_rows * block.each
+        self.width = block.width or span.memory.shape[1]
+        """Values per row."""
 
     def continues(self, before: "Piece") -> bool:
         """Whether both have one row per step, and this one continues `before`."""
@@ -104,7 +104,6 @@ class Piece:
 
         `place` is the index of the first row there.
         """
-        row_stride = 1 if self.num_steps == 1 else self._row_stride
         return RowCopy(
             memory,
             place,
@@ -112,13 +111,8 @@ class Piece:
             self._first,
             self.num_rows,
             self._tap_stride,
-            row_stride,
+            self._row_stride,
         )
-
-    @property
-    def width(self) -> int:
-        """Values per row."""
-        return self._memory.shape[1]
 
 
 GATHERED = 256

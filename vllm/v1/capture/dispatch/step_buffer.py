@@ -167,12 +167,13 @@ class StepChain:
         first, (block_row, since) = self._first, had
         blocks = first.placed.layout.blocks
         block, rows = blocks[number], first.segment.num_rows
-        before = sum([len(b.columns) * b.num_rows for b in blocks[:number]])
+        before = sum([one.num_staged for one in blocks[:number]])
         last = self._last.step
         span = Span(length - since, last, last - 1, self._memory, rows)
         start = block_row.origin + first.placed.shift + since
-        place = first.segment.start + since * rows + before + block_row.place
-        piece = Piece(span, start, 1, place, block.num_rows, len(block.columns))
+        place = first.segment.start + since * rows + before
+        place += block_row.place * block.each
+        piece = Piece(span, start, 1, place, block)
         self._by_request[number][req_id] = ChainRow(block_row, length)
         yield req_id, block_row.group, piece
 
@@ -264,11 +265,11 @@ def pieces_of(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
     for block in step.placed.layout.blocks:
         for req_id, group, position, num_rows, offset in rows_in(block, step):
             start = position + shifts.get(req_id, 0)
-            taps, each = len(block.columns), block.num_rows
-            piece = Piece(span, start, num_rows, base + offset, each, taps)
+            place = base + offset * block.each
+            piece = Piece(span, start, num_rows, place, block)
             piece.page = places.get((req_id, group, position))
             yield req_id, group, piece
-        base += len(block.columns) * block.num_rows
+        base += block.num_staged
 
 
 def rows_in(block: Block, step: StagedStep) -> Iterator[tuple[str, int, int, int, int]]:

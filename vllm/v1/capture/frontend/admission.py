@@ -30,6 +30,7 @@ from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.plugin_errors import message_of
+from vllm.v1.residual.point_shapes import other_widths
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
 from vllm.v1.residual.row_selection import resolve_positions
 from vllm.v1.residual.sizes import row_bytes
@@ -192,13 +193,23 @@ class Admission:
         plan = CapturePlan(
             client_request_id=request_id,
             num_prompt_tokens=num_prompt_tokens,
-            groups=group_taps(wanted, num_prompt_tokens, self._lag),
+            groups=group_taps(
+                wanted, num_prompt_tokens, self._lag, self._widths_of(wanted)
+            ),
             reply_to=reply_to,
             num_samples=params.n,
             readouts=readouts,
         )
         self._check_budget(plan)
         return plan
+
+    def _widths_of(
+        self, wanted: Mapping[str, Mapping[Tap, Spans]]
+    ) -> dict[Tap, tuple[int, int]]:
+        shapes = self._vllm_config.capture_config.point_shapes
+        width = self._vllm_config.model_config.get_hidden_size()
+        taps = {tap for of_reader in wanted.values() for tap in of_reader}
+        return other_widths(shapes, taps, width) if shapes else {}
 
     def _readers(
         self, capture: Mapping[str, Any], plan: ReadoutPlan | None

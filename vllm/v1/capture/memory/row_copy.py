@@ -29,7 +29,7 @@ Numbers: TypeAlias = tuple[int, int, int, int, int, int, int]
 class RowCopy(NamedTuple):
     """A copy of rows with constant strides to consecutive rows."""
 
-    target: torch.Tensor  # [taps, capacity, hidden_size]
+    target: torch.Tensor  # [taps, capacity, width]
     place: int
     """Index of the first row in the target."""
     source: torch.Tensor  # [rows, hidden_size]
@@ -43,26 +43,28 @@ class RowCopy(NamedTuple):
 
 
 def copy_rows(copies: Sequence[RowCopy]) -> None:
-    """Do all copies. All rows have the same size, and all tensors are contiguous."""
+    """Do all copies. All tensors are contiguous."""
     if not copies:
         return
     if library() is None:
         copy_all([as_tensors(copy) for copy in copies])
         return
-    width = copies[0].source.shape[1] * copies[0].source.itemsize
-    numbers = [
-        (
+    by_width: dict[int, list[Numbers]] = {}
+    for copy in copies:
+        size = copy.source.itemsize
+        width, stride = copy.target.shape[2] * size, copy.source.shape[1] * size
+        numbers = (
             copy.target.data_ptr() + copy.place * width,
             copy.target.shape[1] * width,
-            copy.source.data_ptr() + copy.first * width,
-            copy.tap_stride * width,
-            copy.row_stride * width,
+            copy.source.data_ptr() + copy.first * stride,
+            copy.tap_stride * stride,
+            copy.row_stride * stride,
             copy.target.shape[0],
             copy.num_rows,
         )
-        for copy in copies
-    ]
-    _gather(numbers, width)
+        by_width.setdefault(width, []).append(numbers)
+    for width, alike in by_width.items():
+        _gather(alike, width)
 
 
 def _gather(numbers: Sequence[Numbers], width: int) -> None:
@@ -74,7 +76,7 @@ def _gather(numbers: Sequence[Numbers], width: int) -> None:
 
 
 def as_tensors(copy: RowCopy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of target and source, `[taps, num_rows, hidden_size]`."""
+    """Views of target and source, `[taps, num_rows, width]`."""
     source, width = copy.source, copy.source.shape[1]
     target = copy.target.narrow(1, copy.place, copy.num_rows)
     strides = copy.tap_stride * width, copy.row_stride * width, 1

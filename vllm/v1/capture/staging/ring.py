@@ -228,13 +228,15 @@ class Staging:
         copies: list[Copy] = []
         base = segment.start
         for block in blocks:
-            taps = len(block.columns)
-            rows = self.rows[base : base + taps * block.num_rows]
-            host = self.host_rows[base : base + taps * block.num_rows]
-            base += taps * block.num_rows
-            by_tap = rows.unflatten(0, (taps, block.num_rows))
+            taps, num_rows = len(block.columns), block.num_rows * block.each
+            rows = self.rows[base : base + block.num_staged]
+            host = self.host_rows[base : base + block.num_staged]
+            base += block.num_staged
+            by_tap = rows.unflatten(0, (taps, num_rows))
             covered = []
-            for pick, offset in zip(block.picks, block.offsets):
+            # Pages are for rows as wide as the stream.
+            picks = () if block.width else block.picks
+            for pick, offset in zip(picks, block.offsets):
                 place = self.requests.place(block, pick)
                 if place is not None:
                     places[pick[:3]] = place
@@ -243,8 +245,8 @@ class Staging:
                     target = memory[:, first : first + count]
                     source = by_tap[:, offset : offset + count]
                     copies.extend(zip(block.columns, target.unbind(), source.unbind()))
-            host_by_tap = host.unflatten(0, (taps, block.num_rows))
-            for start, stop in gaps(covered, block.num_rows):
+            host_by_tap = host.unflatten(0, (taps, num_rows))
+            for start, stop in gaps(covered, num_rows):
                 target, source = host_by_tap[:, start:stop], by_tap[:, start:stop]
                 copies.extend(zip(block.columns, target.unbind(), source.unbind()))
         return (places, self._copy(copies, parts)) if places else None

@@ -124,14 +124,15 @@ def assign_slots(
         for (*_, count, row), offset in zip(block.picks, block.offsets):
             rows.extend(range(row, row + count))
             places.extend(range(offset, offset + count))
-        taps = len(block.columns)
-        if taps == 1:
+        if block.each > 1:
+            places = [block.each * at for at in places]
+        if len(block.columns) == 1:
             slots[block.columns[0] - first_column, rows] = [base + at for at in places]
-            base += block.num_rows
-            continue
-        columns, firsts = _bases(block.columns, block.num_rows, base)
-        slots[columns - first_column, rows] = firsts + places
-        base += taps * block.num_rows
+        else:
+            per_tap = block.num_rows * block.each
+            columns, firsts = _bases(block.columns, per_tap, base)
+            slots[columns - first_column, rows] = firsts + places
+        base += block.num_staged
 
 
 @lru_cache(maxsize=8)

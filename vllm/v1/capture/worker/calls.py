@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from vllm.v1.residual.capture_plan import CaptureEnd
+from vllm.v1.residual.point_shapes import Shapes
 
 HookPoints: TypeAlias = dict[int, tuple[str, ...]]
 
 
-def hook_points_of(worker: Any) -> HookPoints:
-    """For `collective_rpc`: the hook points of a worker's layers."""
-    points: HookPoints = worker.model_runner.residual.hook_points
-    return points
+def hook_points_of(worker: Any) -> tuple[HookPoints, Shapes]:
+    """For `collective_rpc`: the hook points of a worker's layers, and their shapes."""
+    residual = worker.model_runner.residual
+    return residual.hook_points, residual.point_shapes
 
 
 def lens_refusal_of(worker: Any) -> str | None:
@@ -28,9 +29,10 @@ def lens_refusal_of(worker: Any) -> str | None:
     return refusal
 
 
-def set_hook_points(worker: Any, points: HookPoints) -> None:
+def set_hook_points(worker: Any, points: HookPoints, shapes: Shapes) -> None:
     """For `collective_rpc`: set the hook points of all layers, over all stages."""
-    worker.vllm_config.capture_config.hook_points = points
+    config = worker.vllm_config.capture_config
+    config.hook_points, config.point_shapes = points, shapes
 
 
 def end_captures(worker: Any, ends: Sequence[CaptureEnd]) -> None:

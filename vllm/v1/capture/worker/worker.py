@@ -46,6 +46,7 @@ from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan
 from vllm.v1.residual.plugin_errors import described
+from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes, other_widths
 from vllm.v1.residual.row_blocks import local_groups
 from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
@@ -87,6 +88,7 @@ class WorkerCapture:
         dtype: torch.dtype,
         device: torch.device,
         readouts: RowReader | None = None,
+        shapes: Shapes = NO_SHAPES,
     ) -> None:
         config = self._config = vllm_config.capture_config
         BUDGET.limit = config.host_memory_bytes
@@ -128,7 +130,17 @@ class WorkerCapture:
         self._column_of_address = {
             address: self._columns[tap] for tap, address in self.addresses.items()
         }
-        self._placement = StepLayout(list(self.addresses.values()), step_rows)
+        widths = {
+            self._columns[tap]: size
+            for tap, size in other_widths(shapes, taps, width).items()
+        }
+        self._placement = StepLayout(list(self.addresses.values()), step_rows, widths)
+        if widths and encoder is not None:
+            raise ValueError(
+                f"hook_points={config.optional_points}: a consumer encodes rows on the "
+                "device, and some of these points are not as wide as the stream; leave "
+                "one of the two out"
+            )
         self._plans: dict[str, CapturePlan] = {}
         self._failures: dict[str, str] = {}
         """Requests whose capture has failed in a step, with the reasons."""

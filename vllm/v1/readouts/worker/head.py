@@ -210,6 +210,13 @@ class Head:
         return torch.where(own[:, None], rows, torch.zeros_like(rows)), own
 
 
+def final_norm_of(model: nn.Module, last_layer: nn.Module) -> nn.Module | None:
+    """The norm between the last decoder layer and the unembedding, if it is known."""
+    owner = _owner(model, last_layer)
+    norms = [] if owner is None else _norms(owner)
+    return norms[0][1] if len(norms) == 1 else None
+
+
 def _owner(model: nn.Module, layer: nn.Module) -> nn.Module | None:
     """The module that has the list of layers, and so also the final norm."""
     found = None

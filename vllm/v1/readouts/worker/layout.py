@@ -51,7 +51,7 @@ def staged_groups(
             if req_id in wanted:
                 one = start, count, base + at, block.num_rows
                 spans.setdefault(req_id, {}).setdefault(group, []).append(one)
-        base += len(block.columns) * block.num_rows
+        base += block.num_staged
     return {
         req_id: {group: _joined(found) for group, found in by_group.items()}
         for req_id, by_group in spans.items()

@@ -100,7 +100,9 @@ class NoCore:
     def facts(self, config: "VllmConfig") -> ModelFacts:
         """What front ends must know of the loaded model."""
         return ModelFacts(
-            config.capture_config.hook_points, config.readout_config.lens_refusal
+            config.capture_config.hook_points,
+            config.capture_config.point_shapes,
+            config.readout_config.lens_refusal,
         )
 
 

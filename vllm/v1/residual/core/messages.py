@@ -50,10 +50,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """What is known only once the model is loaded, and needed for admission."""
 
     hook_points: dict[int, list[str]] | None = None
+    point_shapes: dict[int, dict[str, tuple[int, int]]] = {}
     lens_refusal: str = ""
     """Why a lens cannot use the model's head; empty if it can."""
 
     def note(self, config: "VllmConfig") -> None:
         """Store them in the configuration of the front end's process."""
         config.capture_config.hook_points = self.hook_points
+        config.capture_config.point_shapes = self.point_shapes
         config.readout_config.lens_refusal = self.lens_refusal

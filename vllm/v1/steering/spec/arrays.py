@@ -31,6 +31,13 @@ def vector(value: Any, place: Place) -> Array:
     return parse_vector(value, place.model, place.at.removesuffix(".vector"))
 
 
+def vector_or_number(value: Any, place: Place) -> Array:
+    """A vector, or a number that stands for all of its components."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = np.full(place.model.hidden_size, value)
+    return vector(value, place)
+
+
 def direction(value: Any, place: Place) -> Array:
     """A vector that is not zero."""
     found = vector(value, place)

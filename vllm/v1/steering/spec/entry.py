@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.spans import Spans
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import INNER_POINTS, Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MODES
 from vllm.v1.steering.operations import (
@@ -31,9 +31,11 @@ from vllm.v1.steering.spec.arrays import (
     rows,
     shares,
     vector,
+    vector_or_number,
     write_rows,
 )
 from vllm.v1.steering.spec.feature import parse_feature
+from vllm.v1.steering.spec.heads import parse_heads
 from vllm.v1.steering.spec.matrix import (
     Rows,
     parse_positions,
@@ -59,8 +61,8 @@ if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel
 
 ACTIVATIONS = ("identity", "relu", "jumprelu", "step", "clip")
-COMMON = ("op", "positions", "when")
-"""The keys of all entries; `positions` and `when` are parsed with the others."""
+COMMON = ("op", "positions", "when", "heads")
+"""The keys of all entries, which are parsed beside those of its operation."""
 VECTORS: Table = {"vector": Key(vector, REQUIRED), "vectors": Key(rows, REQUIRED)}
 """A vector for all positions of the entry, or one for each: one of the two."""
 SCALE = Key(number, 1.0)
@@ -68,6 +70,7 @@ BOUNDS: Table = {"min": Key(number), "max": Key(number)}
 OPS: dict[OpName, Table] = {
     "replace": {
         **VECTORS,
+        "vector": Key(vector_or_number, REQUIRED),
         "from": Key(as_written),
         "scale": SCALE,
         "norm_match": Key(flag, False),
@@ -140,6 +143,7 @@ class Entry:
     def is_plain(self) -> bool:
         """Whether this is a plain addition at every token, which tables perform."""
         other = self.norm_match or self.rows or self.details.when is not None
+        other = other or self.tap[1] in INNER_POINTS
         return self.op == "add" and self.positions is None and not other
 
     def scaled(self, model: "SteeredModel", at: str) -> Array:
@@ -200,9 +204,13 @@ def parse_entry(
 
     """
     op = _op(raw, at)
+    heads, of_row = parse_heads(raw, tap, model, at)
     if "from" in raw:
-        raw = with_rows(raw, tap, model, at)
-    values = read(raw, OPS[op], model, at)
+        raw = with_rows(raw, tap, of_row, at)
+        raw = raw if heads is None else heads.cut(raw)
+    values = read(raw, OPS[op], of_row, at)
+    if heads is not None:
+        values = heads.spread(values, op)
     low, high = _bounds(op, values, at)
     feature = None
     if op == "feature":

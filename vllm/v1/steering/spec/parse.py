@@ -17,6 +17,7 @@ from vllm.v1.residual.addresses import (
     without_aliases,
 )
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
 from vllm.v1.steering.errors import fail
@@ -72,6 +73,8 @@ class SteeredModel:
     placement: Placement = ONE_RANK
     sources: Sources = NO_SOURCES
     """What entries may take rows from."""
+    shapes: Shapes = field(default_factory=dict)
+    """Of hook points that differ from the stream."""
 
     @property
     def num_sites(self) -> int:

@@ -11,7 +11,7 @@ from vllm.v1.residual.addresses import own_tap, resolve_tap, why_not
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import layer_index
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import INNER_POINTS, Tap
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
@@ -206,6 +206,13 @@ def _tap(values: Values, probe: _Probe, model: "SteeredModel", at: str) -> Tap:
             {"layer": layer, "hook": hook},
         )
     layer, hook = own_tap((tap[0], tap[1]), model.hook_points)
+    if hook in INNER_POINTS:
+        raise fail(
+            f"{at}.hook: a condition reads the stream, not {hook}, which is inside the "
+            "block; name pre_attn, post_attn or post_block",
+            f"{at}.hook",
+            hook,
+        )
     if probe.tap is not None and own_tap(probe.tap, model.hook_points) != (layer, hook):
         raise fail(
             f"{at}: the probe {shown(probe.name)} was made for {probe.tap[1]} of layer "

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.residual.program import (
     Kind,
 )
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.worker.features import (
@@ -210,12 +211,13 @@ class Bank:
 
     def __init__(
         self,
-        width: int,
+        width_at: Callable[[Tap], int],
         device: torch.device,
         num_bytes: int = 0,
         saes: SAEs | None = None,
     ) -> None:
-        self._width = width
+        """Reserve `num_bytes` on the device; `width_at` has each hook point's width."""
+        self._width_at = width_at
         self._saes = saes
         self._device = device
         self._kept: WeakValueDictionary[str, Kept] = WeakValueDictionary()
@@ -228,15 +230,17 @@ class Bank:
     def fetch(self, operations: Sequence[Operation]) -> list[Kept]:
         """The operations' instructions; missing vectors are uploaded in one copy."""
         self._reserved = None  # The vectors use the reserved memory.
-        vectors = Vectors(self._width)
         found = {one.digest: self._kept.get(one.digest) for one in operations}
         missing = {one.digest: one for one in operations if found[one.digest] is None}
+        widths = {digest: self._width_at(one.tap) for digest, one in missing.items()}
+        vectors = {width: Vectors(width) for width in widths.values()}
         drafts = {
-            digest: self._drafted(one, vectors) for digest, one in missing.items()
+            digest: self._drafted(one, vectors[widths[digest]])
+            for digest, one in missing.items()
         }
-        table = vectors.upload(self._device)
+        tables = {width: one.upload(self._device) for width, one in vectors.items()}
         made = {
-            digest: Kept(draft(table), self._carried(missing[digest]))
+            digest: Kept(draft(tables[widths[digest]]), self._carried(missing[digest]))
             for digest, draft in drafts.items()
         }
         self._kept.update(made)

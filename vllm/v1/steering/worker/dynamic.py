@@ -24,7 +24,7 @@ from vllm.v1.residual.steering_actions import (
     SteeringVectorUpdate,
     VectorsByHook,
 )
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import INNER_POINTS, Tap
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, Vector, pack, total
 from vllm.v1.steering.worker.tables import SteeringTables
 
@@ -186,6 +186,8 @@ class DynamicSteering:
             for layer, given in layers.items():
                 if not self._has_tap(layer, hook):
                     raise ValueError(f"no hook point {hook!r} in layer {layer}")
+                if hook in INNER_POINTS:
+                    raise ValueError(f"{hook!r} is not a point of the stream")
                 if given.shape != (self._width,) or not np.isfinite(given).all():
                     raise ValueError(f"vectors must be {self._width} finite numbers")
                 found[layer, hook] = given

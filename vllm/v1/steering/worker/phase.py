@@ -139,7 +139,7 @@ class Phase:
         )
         """Taps at which programs also perform the plain additions."""
         self.device = device
-        self._kept = self._fetched(bank or Bank(width, device))
+        self._kept = self._fetched(bank or Bank(lambda tap: width, device))
         self._instructions = {n: self._kept[n].instruction for n in self._acting}
         summed = self.taps if memory is None else self._here
         self._probes, self._sums = self._uploaded(added, summed, width, fired)

@@ -2,6 +2,7 @@
 """Tables of steering vectors: one row per configuration and phase, at every tap."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes, width_at
+from vllm.v1.residual.tap import INNER_POINTS, Tap
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.plan import (
     NO_STEERING,
@@ -72,13 +74,17 @@ class SteeringTables:
         bank_bytes: int = 0,
         saes: SAEs | None = None,
         num_recorded: int = 0,
+        shapes: Shapes = NO_SHAPES,
     ) -> None:
-        self._columns = {tap: column for column, tap in enumerate(taps)}
+        self._taps = frozenset(taps)
+        # Inside the block, programs perform plain additions as well.
+        added = [tap for tap in taps if tap[1] not in INNER_POINTS]
+        self._columns = {tap: column for column, tap in enumerate(added)}
         # x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0: rows of -0.0 change no
         # bit.
         length = round_up(num_rows, ALIGNMENT // dtype.itemsize)
         self._table = torch.full(
-            (len(taps), length, width), -0.0, dtype=dtype, device=device
+            (len(added), length, width), -0.0, dtype=dtype, device=device
         )
         self._filled: dict[int, frozenset[Tap]] = {}
         """The taps at which each row adds something; equal sets are one object."""
@@ -88,7 +94,8 @@ class SteeringTables:
         """The global vectors in force."""
         self.programs = ProgramIndex(taps, num_rows, num_tokens, device, num_recorded)
         """The programs of operations, with the same row numbers."""
-        self.bank = Bank(width, device, bank_bytes, saes)
+        self._width = width
+        self.bank = Bank(partial(width_at, shapes, width), device, bank_bytes, saes)
         """The vectors of those operations."""
         self._doses = DoseMemory(num_tokens, device)
         self.fired = FiredCounts(device)
@@ -96,9 +103,9 @@ class SteeringTables:
         self.phases: dict[int, Phase] = {}
         """Phases by row, for rows with operations."""
 
-    def at(self, tap: Tap) -> torch.Tensor:
-        """The table `[rows, hidden_size]` of one tap."""
-        return self._table[self._columns[tap]]
+    def at(self, tap: Tap) -> torch.Tensor | None:
+        """The table `[rows, hidden_size]` of one tap; None inside the block."""
+        return self._table[self._columns[tap]] if tap in self._columns else None
 
     @property
     def num_bytes(self) -> int:
@@ -198,13 +205,12 @@ class SteeringTables:
         operations, gates = zip(*pairs, strict=True) if pairs else ((), ())
         columns = carried_columns(shared, ours, ENGINES)
         columns += carried_columns(own, theirs, REQUESTS)
-        width, device = self._table.shape[2], self._table.device
         made = Phase(
             operations,
             sums,
-            self._columns,
-            width,
-            device,
+            self._taps,
+            self._width,
+            self._table.device,
             self.bank,
             gates,
             columns,

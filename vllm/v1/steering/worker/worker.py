@@ -16,6 +16,7 @@ from vllm.model_executor.layers.residual.program_host import reads_tables
 from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
 from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.v1.residual.plugin_errors import described
+from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.step_view import Decoding, StepView
 from vllm.v1.residual.tap import Tap
@@ -68,6 +69,7 @@ class WorkerSteering:
         device: torch.device,
         saes: SAEs | None = None,
         doses: Route = Route.OUTPUT,
+        shapes: Shapes = NO_SHAPES,
     ) -> None:
         """Allocate the tables.
 
@@ -79,6 +81,7 @@ class WorkerSteering:
             device: of the residual stream.
             saes: finds SAEs by name.
             doses: where the doses of requests with a receipt go.
+            shapes: of hook points that differ from the stream.
 
         """
         config = vllm_config.steering_config
@@ -91,7 +94,7 @@ class WorkerSteering:
         bank = vllm_config.steering_config.bank_bytes
         recorded = graphs if device.type == "cuda" else 0
         self.tables = SteeringTables(
-            taps, rows, width, dtype, device, size, bank, saes, recorded
+            taps, rows, width, dtype, device, size, bank, saes, recorded, shapes
         )
         self._vectors_of = TokenRows(size, device)
         self._programs_of = TokenRows(size, device)
@@ -114,7 +117,10 @@ class WorkerSteering:
         """Whether the planned step decides conditions."""
         self._decoding: Decoding | None = None
         """The last step, if the next may reuse its plan."""
-        self.addresses = {tap: self.tables.at(tap).data_ptr() for tap in taps}
+        tables = {tap: self.tables.at(tap) for tap in taps}
+        self.addresses = {
+            tap: table.data_ptr() for tap, table in tables.items() if table is not None
+        }
         """The identifier of each tap's op that adds vectors, as in `Launch`."""
         self.program_addresses = {
             tap: self.tables.programs.at(tap).data_ptr() for tap in taps
@@ -153,10 +159,10 @@ class WorkerSteering:
             Table, rows, program index, its rows, gates, and the tokens' records.
 
         """
-        programs = self.tables.programs
+        programs, table = self.tables.programs, self.tables.at(tap)
         return (
-            self.tables.at(tap),
-            self.row_index,
+            table,
+            None if table is None else self.row_index,
             programs.at(tap),
             self.program_rows,
             programs.gates,

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hook points inside the block: where they are in a loaded model, and their taps.
+
+The stream's points are woven into each decoder layer. Those inside the block are at a
+boundary of a module that upstream shares among architectures, so that a hook of
+PyTorch's reaches them: attention's inputs and output, the router's logits, the second
+projection of an MLP. A hook that is registered before the model is compiled is traced
+as part of it; a point that is not enabled has none.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention.cross_attention import CrossAttention
+from vllm.model_executor.layers.attention.encoder_only_attention import (
+    EncoderOnlyAttention,
+)
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import (
+    MoERunnerInterface,
+)
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.v1.residual.point_shapes import PointShape
+from vllm.v1.residual.tap import Tap
+
+SLICED = ("q", "k", "v", "z", "mlp_act")
+"""Points at which each tensor-parallel rank has some of a row's numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerPoint:
+    """A hook point at the boundary of a module."""
+
+    module: nn.Module
+    shape: PointShape
+    argument: str | int | None
+    """The argument of `forward` that is the row, by name or index among the tensors of
+    the stream's width; None for what it returns."""
+
+    def attach(self, tap: ResidualTap) -> None:
+        """Have the module's calls pass the tap."""
+        if self.argument is None:
+            self.module.register_forward_hook(_Leaving(tap, self.shape.width))
+            return
+        names = list(inspect.signature(self.module.forward).parameters)
+        hook = _Entering(tap, self.shape.width, self.argument, names)
+        self.module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class _Leaving:
+    """A hook on what a module returns: a tensor, or a tuple that begins with it."""
+
+    def __init__(self, tap: ResidualTap, width: int) -> None:
+        self._tap = tap
+        self._width = width
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return _passed(self._tap, output[0], self._width), *output[1:]
+        return _passed(self._tap, output, self._width)
+
+
+class _Entering:
+    """A hook on one argument of a module."""
+
+    def __init__(
+        self, tap: ResidualTap, width: int, argument: str | int, names: list[str]
+    ) -> None:
+        self._tap = tap
+        self._width = width
+        self._argument = argument
+        self._names = names
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(zip(self._names, args)) | kwargs
+        name = self._argument
+        if isinstance(name, int):
+            name = [
+                one
+                for one, value in given.items()
+                if isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.shape[-1] == self._width
+            ][name]
+        value = given.get(name)
+        if value is None:
+            return args, kwargs
+        value = _passed(self._tap, value, self._width)
+        if name in kwargs:
+            return args, {**kwargs, name: value}
+        place = self._names.index(name)
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+
+
+def _passed(tap: ResidualTap, value: torch.Tensor, width: int) -> torch.Tensor:
+    """The value with which the model continues; heads may be an axis of their own."""
+    rows = value if value.shape[-1] == width else value.flatten(-2)
+    return tap(rows, None)[0].view(value.shape)
+
+
+def find_inner_points(
+    layers: Mapping[int, nn.Module],
+    names: Collection[str],
+    hidden_size: int,
+    tensor_parallel: int,
+    final_norm: nn.Module | None,
+) -> dict[Tap, InnerPoint]:
+    """The hook points inside the blocks that a model has, of those that are wanted.
+
+    Args:
+        layers: the decoder layers of this process, by index.
+        names: the wanted points.
+        hidden_size: width of the stream.
+        tensor_parallel: number of ranks that compute a layer together.
+        final_norm: the norm before the unembedding; None where it is not known, or in
+            another process.
+
+    """
+    found: dict[Tap, InnerPoint] = {}
+    for index, layer in layers.items():
+        points = {
+            **_of_attention(layer, hidden_size, tensor_parallel),
+            **_of_mlp(layer, tensor_parallel),
+        }
+        found.update({(index, n): p for n, p in points.items() if n in names})
+    if "final_norm" in names and final_norm is not None and layers:
+        shape = PointShape(hidden_size)
+        found[max(layers), "final_norm"] = InnerPoint(final_norm, shape, None)
+    return found
+
+
+def _of_attention(
+    layer: nn.Module, hidden_size: int, tensor_parallel: int
+) -> dict[str, InnerPoint]:
+    """The points of a layer's attention; none if it has none, or several."""
+    cores = [
+        (name, module)
+        for name, module in layer.named_modules()
+        if isinstance(module, (Attention, MLAAttention))
+        and not isinstance(module, (CrossAttention, EncoderOnlyAttention))
+    ]
+    if len(cores) != 1:
+        return {}
+    ((name, core),) = cores
+    points: dict[str, InnerPoint] = {}
+    if tensor_parallel == 1:
+        points.update(_of_core(core))
+    block = getattr(layer, name.partition(".")[0])
+    if block is not core and (tensor_parallel == 1 or _reduces(block)):
+        shape = PointShape(hidden_size)
+        points["attn_in"] = InnerPoint(block, shape, 0)
+        points["attn_out"] = InnerPoint(block, shape, None)
+    return points
+
+
+def _of_core(core: nn.Module) -> dict[str, InnerPoint]:
+    heads = core.num_heads
+    if isinstance(core, MLAAttention):
+        # Its keys and values are latent; heads exist in what it returns only.
+        shape = PointShape(heads * core.v_head_dim, heads)
+        return {"z": InnerPoint(core, shape, None)}
+    kv_heads, size, value_size = core.num_kv_heads, core.head_size, core.head_size_v
+    points = {
+        "q": InnerPoint(core, PointShape(heads * size, heads), "query"),
+        "z": InnerPoint(core, PointShape(heads * value_size, heads), None),
+    }
+    if core.kv_sharing_target_layer_name is None:
+        keys = PointShape(kv_heads * size, kv_heads)
+        values = PointShape(kv_heads * value_size, kv_heads)
+        points["k"] = InnerPoint(core, keys, "key")
+        points["v"] = InnerPoint(core, values, "value")
+    return points
+
+
+def _of_mlp(layer: nn.Module, tensor_parallel: int) -> dict[str, InnerPoint]:
+    """The points of a layer's MLP or experts."""
+    routed = [one for one in layer.modules() if _is_routed(one)]
+    if len(routed) == 1:
+        experts = routed[0]
+        return {
+            "router_logits": InnerPoint(experts, _of_router(experts), "router_logits")
+        }
+    if routed or tensor_parallel > 1:
+        return {}
+    inside = {id(part) for part in layer.modules() if _holds_attention(part)}
+    downs = [
+        module
+        for child in layer.children()
+        if id(child) not in inside
+        for module in child.modules()
+        if isinstance(module, RowParallelLinear)
+    ]
+    if len(downs) != 1:
+        return {}
+    return {"mlp_act": InnerPoint(downs[0], PointShape(downs[0].input_size), 0)}
+
+
+def _is_routed(module: nn.Module) -> bool:
+    """Whether this is upstream's layer of routed experts that is given the logits."""
+    is_experts = isinstance(module, MoERunnerInterface)
+    return is_experts and not getattr(module, "is_internal_router", False)
+
+
+def _holds_attention(module: nn.Module) -> bool:
+    return any(isinstance(one, (Attention, MLAAttention)) for one in module.modules())
+
+
+def _reduces(block: nn.Module) -> bool:
+    """Whether all its output projections are summed over ranks before they return."""
+    downs = [one for one in block.modules() if isinstance(one, RowParallelLinear)]
+    return bool(downs) and all(one.reduce_results for one in downs)
+
+
+def shapes_of(
+    points: Mapping[Tap, InnerPoint], hidden_size: int
+) -> dict[int, dict[str, tuple[int, int]]]:
+    """The shapes of the points that differ from the stream's, by layer and name."""
+    shapes: dict[int, dict[str, tuple[int, int]]] = {}
+    for (layer, name), point in points.items():
+        if point.shape != PointShape(hidden_size):
+            shapes.setdefault(layer, {})[name] = tuple(point.shape)
+    return shapes
