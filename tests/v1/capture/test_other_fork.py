@@ -70,6 +70,7 @@ def configured(*consumers: Any) -> CaptureConfig:
         enable_readouts=False,
         readout_modules=None,
         mlp_hook_points=False,
+        hook_points=None,
         capture_graphsafe_key=None,
         capture_graphsafe_keys=None,
         capture_consumers_config_override=None,

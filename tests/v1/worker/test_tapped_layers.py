@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules that get hook points, in models of a few linear layers."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.residual import tap
 from vllm.model_executor.models.gemma3n import Gemma3nDecoderLayer
 from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.residual.tap import MLP_POINTS
 from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 POINTS = ["pre_attn", "post_attn", "post_block"]
@@ -70,8 +73,8 @@ class Wrapper(nn.Module):
         return self.decoder
 
 
-def find(model: nn.Module, num_layers: int = 2, **options: bool) -> TappedLayers:
-    chosen = {"mlp_points": False, "weaves": True} | options
+def find(model: nn.Module, num_layers: int = 2, **options: Any) -> TappedLayers:
+    chosen: dict[str, Any] = {"optional": (), "weaves": True} | options
     return find_tapped_layers(model, num_layers=num_layers, **chosen)
 
 
@@ -134,11 +137,11 @@ def test_encoders_are_left_alone() -> None:
 def test_points_around_the_mlp_are_there_when_they_are_asked_for() -> None:
     model = Decoder(Woven(), Woven())
     assert find(model).points[0] == ["pre_attn", "post_block"]
-    assert find(model, mlp_points=True).points[0][2:] == ["mlp_in", "mlp_out"]
+    assert find(model, optional=MLP_POINTS).points[0][2:] == ["mlp_in", "mlp_out"]
 
 
 def test_a_layer_says_whether_it_adds_what_mlp_out_holds() -> None:
-    found = find(Decoder(Adding(), Woven()), mlp_points=True)
+    found = find(Decoder(Adding(), Woven()), optional=MLP_POINTS)
     assert found.names[0] == [*found.points[0], "mlp_add"]
     assert found.names[1] == found.points[1]
     assert "mlp_out" in found.points[0] and "mlp_add" not in found.points[0]

@@ -183,11 +183,9 @@ def _of_core(core: nn.Module) -> dict[str, InnerPoint]:
 def _of_mlp(layer: nn.Module, tensor_parallel: int) -> dict[str, InnerPoint]:
     """The points of a layer's MLP or experts."""
     routed = [one for one in layer.modules() if _is_routed(one)]
-    if len(routed) == 1:
-        experts = routed[0]
-        return {
-            "router_logits": InnerPoint(experts, _of_router(experts), "router_logits")
-        }
+    if len(routed) == 1 and getattr(routed[0], "gate", None) is None:
+        shape = PointShape(routed[0].moe_config.num_logical_experts)
+        return {"router_logits": InnerPoint(routed[0], shape, "router_logits")}
     if routed or tensor_parallel > 1:
         return {}
     inside = {id(part) for part in layer.modules() if _holds_attention(part)}
@@ -204,9 +202,12 @@ def _of_mlp(layer: nn.Module, tensor_parallel: int) -> dict[str, InnerPoint]:
 
 
 def _is_routed(module: nn.Module) -> bool:
-    """Whether this is upstream's layer of routed experts that is given the logits."""
-    is_experts = isinstance(module, MoERunnerInterface)
-    return is_experts and not getattr(module, "is_internal_router", False)
+    """Whether this is upstream's layer of routed experts.
+
+    One that has the router's weights computes the logits inside of a single op, where
+    nothing reads them.
+    """
+    return isinstance(module, MoERunnerInterface)
 
 
 def _holds_attention(module: nn.Module) -> bool:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inside of the blocks in the Transformers library, recorded and changed by hooks.
+
+The places are found by the names of submodules, independent of the fork's.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+Tap = tuple[int, str]
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Maps rows `[tokens, width]` to those with which the model continues."""
+
+ATTENTION = ("self_attn", "attn")
+PROJECTION = ("o_proj", "out_proj", "c_proj")
+MLP = ("mlp", "block_sparse_moe")
+DOWN = ("down_proj", "fc_out", "c_proj")
+
+
+def child(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    """The first of these submodules that there is."""
+    return next(
+        (getattr(module, name) for name in names if hasattr(module, name)), None
+    )
+
+
+def _first(value: Any) -> torch.Tensor:
+    return value[0] if isinstance(value, tuple) else value
+
+
+def _watch_attention(file: Any) -> None:
+    """Let the modules of a file see what attention reads."""
+    compute = file.eager_attention_forward
+    if hasattr(compute, "is_watched"):
+        return
+
+    def hook(module: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = partial(compute, module)
+        watched = module.inside(alone) if hasattr(module, "inside") else alone
+        return watched(q, k, v, *args, **kwargs)
+
+    hook.is_watched = True  # type: ignore[attr-defined]
+    file.eager_attention_forward = hook
+
+
+class InnerReference:
+    """A checkpoint, loaded by the library, that computes attention eagerly."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        inner = getattr(self.model, "model", None) or self.model.transformer
+        layers = getattr(inner, "layers", None) or inner.h
+        self.rows: dict[Tap, torch.Tensor] = {}
+        """Rows `[tokens, width]` of the last pass."""
+        self.patterns: dict[int, torch.Tensor] = {}
+        """Weights `[heads, tokens, tokens]` of the last pass, by layer."""
+        self._changes: dict[Tap, Change] = {}
+        for index, layer in enumerate(layers):
+            self._watch(index, layer)
+        norm = child(inner, ("norm", "ln_f"))
+        assert norm is not None
+        self._leaving(norm, (len(layers) - 1, "final_norm"))
+
+    def _watch(self, index: int, layer: nn.Module) -> None:
+        attention, mlp = child(layer, ATTENTION), child(layer, MLP)
+        assert attention is not None and mlp is not None
+        projection = child(attention, PROJECTION)
+        assert projection is not None
+        self._entering(attention, (index, "attn_in"))
+        self._leaving(attention, (index, "attn_out"))
+        self._entering(projection, (index, "z"))
+        self._entering(mlp, (index, "mlp_in"))
+        self._leaving(mlp, (index, "mlp_out"))
+        self._leaving(layer, (index, "post_block"))
+        if (down := child(mlp, DOWN)) is not None:
+            self._entering(down, (index, "mlp_act"))
+        if (gate := child(mlp, ("gate",))) is not None:
+            gate.register_forward_hook(self._router(index))
+        if hasattr(attention, "_attn"):
+            attention._attn = self._heads(index, attention._attn)  # GPT-J
+        else:
+            attention.inside = partial(self._heads, index)
+            _watch_attention(sys.modules[type(attention).__module__])
+
+    def _pass(self, tap: Tap, value: torch.Tensor) -> torch.Tensor:
+        rows = value.reshape(-1, value.shape[-1])
+        self.rows[tap] = rows.detach().clone()
+        change = self._changes.get(tap)
+        return value if change is None else change(rows).reshape(value.shape)
+
+    def _entering(self, module: nn.Module, tap: Tap) -> None:
+        def hook(module: Any, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (self._pass(tap, args[0]), *args[1:]), kwargs
+            given = self._pass(tap, kwargs["hidden_states"])
+            return args, kwargs | {"hidden_states": given}
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _leaving(self, module: nn.Module, tap: Tap) -> None:
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            changed = self._pass(tap, _first(output))
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        module.register_forward_hook(hook)
+
+    def _router(self, index: int) -> Callable[..., Any]:
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            logits = self._pass((index, "router_logits"), output[0])
+            chances = logits.float().softmax(-1)
+            weights, chosen = chances.topk(module.top_k, dim=-1)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        return hook
+
+    def _heads(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            given = zip("qkv", (query, key, value))
+            query, key, value = (self._by_head(index, n, part) for n, part in given)
+            output, weights = compute(query, key, value, *args, **kwargs)
+            self.patterns[index] = weights[0].detach().float()
+            return output, weights
+
+        return hook
+
+    def _by_head(self, index: int, name: str, part: torch.Tensor) -> torch.Tensor:
+        """One of q, k, v: `[1, heads, tokens, head_size]`."""
+        _, heads, tokens, size = part.shape
+        rows = self._pass((index, name), part[0].transpose(0, 1).reshape(tokens, -1))
+        return rows.view(tokens, heads, size).transpose(0, 1)[None]
+
+    @contextmanager
+    def changing(self, tap: Tap, change: Change) -> Iterator[None]:
+        """A context in which the rows at a place are changed."""
+        self._changes[tap] = change
+        try:
+            yield
+        finally:
+            del self._changes[tap]
+
+    def run(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits `[tokens, words]` of a pass, whose rows can be read afterwards."""
+        self.rows, self.patterns = {}, {}
+        with torch.no_grad():
+            output = self.model(torch.tensor([list(token_ids)]), use_cache=False)
+        return output.logits[0].float()

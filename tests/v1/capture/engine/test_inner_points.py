@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hook points inside the block are read and written as by hooks in transformers.
+
+Llama runs compiled, the others eagerly.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.captured import CapturedEngine
+from tests.support.hf_reference import relative_error
+from tests.support.inner_reference import InnerReference
+from tests.support.models import save
+from vllm import RequestOutput, SamplingParams
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.steering.errors import SteeringValidationError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+WORDS, WIDTH, HEADS, SIZE = 256, 64, 4, 32
+PROMPT = [5, 9, 3, 77, 21, 8, 8, 40, 200, 17]
+OTHER = [9, 101, 3, 7, 65, 18, 99, 12, 4, 30]
+TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": SIZE,
+    "max_position_embeddings": 128,
+}
+
+
+def llama() -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(**SIZES, **TOKENS)
+
+
+def gemma2() -> transformers.PretrainedConfig:
+    return transformers.Gemma2Config(
+        **SIZES, **TOKENS, sliding_window=8, query_pre_attn_scalar=32
+    )
+
+
+def mixtral() -> transformers.PretrainedConfig:
+    return transformers.MixtralConfig(
+        **SIZES, **TOKENS, num_local_experts=4, sliding_window=None
+    )
+
+
+def gptj() -> transformers.PretrainedConfig:
+    return transformers.GPTJConfig(
+        vocab_size=WORDS,
+        n_embd=HEADS * SIZE,
+        n_layer=2,
+        n_head=HEADS,
+        n_positions=128,
+        rotary_dim=16,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+
+
+KINDS = {"llama": llama, "gemma2": gemma2, "mixtral": mixtral, "gptj": gptj}
+LACKS = {
+    "mixtral": {"mlp_act"},
+    **dict.fromkeys(("llama", "gemma2", "gptj"), {"router_logits"}),
+}
+
+
+class Pair:
+    """An engine with all hook points, and the library's model."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
+        model = save(KINDS[kind](), folder)
+        self.reference = InnerReference(model)
+        self.engine = CapturedEngine(
+            model,
+            reference=self.reference,
+            skip_tokenizer_init=True,
+            enforce_eager=kind != "llama",
+            max_model_len=128,
+            max_num_batched_tokens=64,
+            num_gpu_blocks_override=64,
+            enable_prefix_caching=False,
+            enable_steering=True,
+            hook_points=["all"],
+            max_logprobs=-1,
+            logprobs_mode="raw_logits",
+            capture_consumers=["inline"],
+        )
+        config = self.engine.llm.llm_engine.vllm_config.capture_config
+        self.points: dict[int, list[str]] = config.hook_points or {}
+
+    def ask(
+        self,
+        prompt: list[int] = PROMPT,
+        steering: dict[str, Any] | None = None,
+        hooks: Any = None,
+        **fields: Any,
+    ) -> RequestOutput:
+        spec = {"hooks": hooks or self.everywhere, "positions": "all"}
+        params = SamplingParams(
+            max_tokens=4,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=-1,
+            capture={"keeper": spec},
+            steering_vectors=steering,
+            **fields,
+        )
+        (output,) = self.engine.run([prompt], params)
+        return output
+
+    @property
+    def everywhere(self) -> dict[str, list[int]]:
+        names = sorted({name for names in self.points.values() for name in names})
+        return {
+            name: [layer for layer, names in self.points.items() if name in names]
+            for name in names
+            if not name.endswith("_add")
+        }
+
+    def logits(self, output: RequestOutput) -> torch.Tensor:
+        rows = output.outputs[0].logprobs
+        assert rows is not None
+        return torch.tensor([[row[n].logprob for n in range(WORDS)] for row in rows])
+
+    def check_changed(
+        self,
+        tap: tuple[int, str],
+        entry: dict[str, Any],
+        change: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Steering has the effect on the logits that a hook has in the library."""
+        layer, hook = tap
+        output = self.ask(steering={hook: {layer: entry}})
+        fed = [*PROMPT, *output.outputs[0].token_ids][:-1]
+        plain = self.reference.run(fed)[len(PROMPT) - 1 :]
+        with self.reference.changing(tap, change):
+            expected = self.reference.run(fed)[len(PROMPT) - 1 :]
+        effect = (expected - plain).norm()
+        assert effect > 1e-3 * plain.norm()
+        assert (self.logits(output) - expected).norm() < 2e-3 * effect
+
+
+@pytest.fixture(scope="module", params=[*KINDS])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    opened = Pair(request.param, tmp_path_factory.mktemp(request.param))
+    yield opened
+    opened.engine.close()
+
+
+def test_every_layer_has_every_point_that_its_kind_has(pair: Pair) -> None:
+    inside = {"attn_in", "q", "k", "v", "z", "attn_out", "mlp_act", "router_logits"}
+    wanted = inside | {"mlp_in", "mlp_out"}
+    for names in pair.points.values():
+        assert wanted - LACKS[pair.kind] <= set(names)
+        assert not LACKS[pair.kind] & set(names)
+    assert "final_norm" in pair.points[1] and "final_norm" not in pair.points[0]
+
+
+def test_rows_are_those_of_the_library(pair: Pair) -> None:
+    output = pair.ask()
+    pair.reference.run([*PROMPT, *output.outputs[0].token_ids][:-1])
+    rows = pair.engine.rows(output)
+    compared = rows.keys() & pair.reference.rows.keys()
+    inner = {tap for tap in rows if tap[1] not in ("pre_attn", "post_attn")}
+    assert inner <= compared
+    for tap in compared:
+        expected = pair.reference.rows[tap]
+        assert relative_error(rows[tap].float(), expected) < 1e-4, tap
+        others = [other for other in rows if other[1] == tap[1] and other != tap]
+        for other in others:
+            assert relative_error(rows[other].float(), expected) > 1e-2, tap
+
+
+def test_sidecars_say_how_wide_rows_are(pair: Pair) -> None:
+    output = pair.ask()
+    rows = pair.engine.rows(output)
+    for tap, sidecar in pair.engine.sidecars(output).items():
+        assert sidecar["hidden_size"] == rows[tap].shape[1]
+
+
+def test_a_head_is_zeroed(pair: Pair) -> None:
+    def zero(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
+        rows[:, SIZE : 2 * SIZE] = 0
+        return rows
+
+    entry = {"op": "replace", "vector": 0, "heads": [1]}
+    pair.check_changed((0, "z"), entry, zero)
+
+
+def test_a_head_has_another_run_s_values(pair: Pair) -> None:
+    pair.reference.run(OTHER)
+    theirs = pair.reference.rows[0, "z"][4].clone()
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
+        rows[3, : 2 * SIZE] = theirs[: 2 * SIZE]
+        return rows
+
+    entry = {
+        "op": "replace",
+        "vectors": theirs[None, : 2 * SIZE].numpy(),
+        "positions": [3],
+        "heads": [0, 1],
+    }
+    pair.check_changed((0, "z"), entry, change)
+
+
+@pytest.mark.parametrize("hook", ["q", "k", "v", "attn_in", "attn_out", "mlp_out"])
+def test_additions_reach_what_the_point_names(pair: Pair, hook: str) -> None:
+    width = pair.reference.rows[0, hook].shape[1]
+    vector = torch.randn(width, generator=torch.Generator().manual_seed(3)) * 3
+    # The same addition to all keys would change no weight.
+    entry = {"vector": vector.numpy(), "positions": [2, 5]}
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
+        rows[[2, 5]] += vector
+        return rows
+
+    pair.check_changed((0, hook), entry, change)
+
+
+def test_a_vector_is_added_before_the_down_projection(pair: Pair) -> None:
+    if pair.kind == "mixtral":
+        pytest.skip("routed experts have no mlp_act")
+    width = pair.reference.rows[1, "mlp_act"].shape[1]
+    vector = torch.randn(width, generator=torch.Generator().manual_seed(4)) * 5
+    pair.check_changed(
+        (1, "mlp_act"), {"vector": vector.numpy()}, lambda rows: rows + vector
+    )
+
+
+def test_the_router_is_told_which_experts_to_take(pair: Pair) -> None:
+    if pair.kind != "mixtral":
+        pytest.skip("no router")
+    logits = torch.tensor([0.0, 9.0, -2.0, 7.0])
+    entry = {"op": "replace", "vector": logits.numpy()}
+    pair.check_changed((0, "router_logits"), entry, lambda rows: logits.expand_as(rows))
+
+
+def test_the_final_norm_is_changed_before_the_unembedding(pair: Pair) -> None:
+    vector = torch.randn(
+        pair.reference.rows[1, "final_norm"].shape[1],
+        generator=torch.Generator().manual_seed(5),
+    )
+    pair.check_changed(
+        (1, "final_norm"), {"vector": vector.numpy()}, lambda rows: rows + vector
+    )
+
+
+@pytest.mark.parametrize(
+    ("hook", "entry", "part"),
+    [
+        ("z", {"op": "replace", "vector": 0, "heads": [HEADS]}, "heads 0 to 3"),
+        ("z", {"op": "replace", "vector": 0, "heads": [1, 1]}, "listed twice"),
+        ("z", {"op": "replace", "vector": 0, "heads": []}, "must list heads"),
+        (
+            "post_block",
+            {"op": "replace", "vector": 0, "heads": [0]},
+            "consist of heads",
+        ),
+        ("attn_out", {"vector": [1.0] * 65}, "65"),
+        ("z", {"vector": [1.0] * WIDTH, "heads": [0]}, "64"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    pair: Pair, hook: str, entry: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(SteeringValidationError, match=part):
+        pair.ask(steering={hook: {0: entry}})
+
+
+def test_a_point_that_the_model_lacks_is_refused_by_name(pair: Pair) -> None:
+    (missing,) = LACKS[pair.kind]
+    with pytest.raises(CaptureValidationError, match=missing):
+        pair.ask(hooks={missing: [0]})
