@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.inner_reference import InnerReference as Inside
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
 from vllm.patching import ablation_sweep, causal_trace, patch_sweep, presets
@@ -48,7 +49,7 @@ def swept(request: Any, tmp_path_factory: Any) -> Iterator[tuple[Any, Any]]:
         enable_prefix_caching=True,
         enable_readouts=True,
         readout_modules={"first": str(probe)},
-        mlp_hook_points=True,
+        hook_points=["mlp_in", "mlp_out", "attn_out", "q", "z"],
         block_size=32,
         max_num_seqs=32,
         max_logprobs=-1,
@@ -124,6 +125,49 @@ def test_every_cell_is_what_hooks_do(swept: Any, prompt: list[int]) -> None:
     assert not llm.captured()["names"]
 
 
+def copying(theirs: torch.Tensor, place: int, part: slice) -> Any:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x[place, part] = theirs[place, part]
+        return x
+
+    return change
+
+
+def test_every_head_is_what_hooks_do(swept: Any, tmp_path: Any) -> None:
+    llm, reference = swept
+    inside = Inside(reference.model.config._name_or_path)
+    inside.run(CLEAN)
+    rows = {tap: one.clone() for tap, one in inside.rows.items()}
+    plain = inside.run(CORRUPT)[-1].log_softmax(-1)
+    moved = 0.0
+    for hook in ("q", "z"):
+        theirs = rows[1, hook]
+        result = patch_sweep(
+            llm,
+            CLEAN,
+            CORRUPT,
+            hooks=hook,
+            heads="all",
+            layers=[1],
+            positions=[3, 39],
+            answer=ANSWER,
+            foil=FOIL,
+            progress=False,
+        )
+        size = theirs.shape[1] // len(result.heads)
+        for head in result.heads:
+            part = slice(head * size, (head + 1) * size)
+            for number, place in enumerate((3, 39)):
+                with inside.changing((1, hook), copying(theirs, place, part)):
+                    logits = inside.run(CORRUPT)[-1]
+                expected = float(logits[ANSWER] - logits[FOIL])
+                found = float(result.values[hook][0, head, number])
+                assert found == pytest.approx(expected, abs=2 * BOUND), (hook, head)
+                moved = max(moved, abs(expected - float(plain[ANSWER] - plain[FOIL])))
+    assert moved > 20 * BOUND
+
+
 def test_answers_of_several_tokens_and_distributions(swept: Any) -> None:
     llm, reference = swept
     answer, foil = [7, 30, 31], [9, 8]
@@ -189,7 +233,12 @@ def test_presets_are_sweeps_at_their_hook_points(swept: Any) -> None:
         llm, CLEAN, CORRUPT, positions="together", **asked
     )
     assert np.allclose(one.values["pre_attn"][:, 0], one.clean, atol=1e-5)
-    for name in (name for name in dir(presets) if "attn_head" in name):
+    heads = presets.get_act_patch_attn_head_out_all_pos(llm, CLEAN, CORRUPT, **asked)
+    assert heads.values["z"].shape == (_models.LAYERS, 2, 1)
+    for name in (
+        "get_act_patch_attn_head_k_all_pos",
+        "get_act_patch_attn_head_v_all_pos",
+    ):
         with pytest.raises(SteeringValidationError, match="--hook-points"):
             getattr(presets, name)(llm, CLEAN, CORRUPT, **asked)
 

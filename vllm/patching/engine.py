@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.patching.grid import Facts
 from vllm.patching.questions import READOUT, Ask, Reply, Steering
 from vllm.v1.capture.consumers.memory.api import keepers, store_with
+from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.admission import REQUEST_FIELDS
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
@@ -56,7 +57,7 @@ def engine_of(config: "VllmConfig", tokenizer: Any, front_end: Any) -> Engine:
     most = model.max_logprobs
     facts = Facts(
         config.capture_config.hook_points or {},
-        {},
+        heads_of(config.capture_config.point_shapes),
         model.max_model_len,
         vocabulary,
         vocabulary if most < 0 else most,
@@ -68,6 +69,19 @@ def engine_of(config: "VllmConfig", tokenizer: Any, front_end: Any) -> Engine:
         admission.parse({"prefill_steering_vectors": entries}, REQUEST_FIELDS)
 
     return Engine(facts, tokenizer, capture, check)
+
+
+def heads_of(shapes: Shapes) -> dict[str, int]:
+    """The number of heads at the hook points that have heads, alike in all layers."""
+    counts: dict[str, set[int]] = {}
+    for of_layer in shapes.values():
+        for hook, (_, heads) in of_layer.items():
+            counts.setdefault(hook, set()).add(heads)
+    return {
+        hook: max(found)
+        for hook, found in counts.items()
+        if len(found) == 1 and max(found)
+    }
 
 
 def drop_run(capture: "NoCapture", name: str) -> bool:

@@ -161,7 +161,7 @@ def _of_attention(
     return points
 
 
-def _of_core(core: nn.Module) -> dict[str, InnerPoint]:
+def _of_core(core: Any) -> dict[str, InnerPoint]:
     heads = core.num_heads
     if isinstance(core, MLAAttention):
         # Its keys and values are latent; heads exist in what it returns only.
@@ -182,7 +182,7 @@ def _of_core(core: nn.Module) -> dict[str, InnerPoint]:
 
 def _of_mlp(layer: nn.Module, tensor_parallel: int) -> dict[str, InnerPoint]:
     """The points of a layer's MLP or experts."""
-    routed = [one for one in layer.modules() if _is_routed(one)]
+    routed: list[Any] = [one for one in layer.modules() if _is_routed(one)]
     if len(routed) == 1 and getattr(routed[0], "gate", None) is None:
         shape = PointShape(routed[0].moe_config.num_logical_experts)
         return {"router_logits": InnerPoint(routed[0], shape, "router_logits")}
@@ -227,5 +227,5 @@ def shapes_of(
     shapes: dict[int, dict[str, tuple[int, int]]] = {}
     for (layer, name), point in points.items():
         if point.shape != PointShape(hidden_size):
-            shapes.setdefault(layer, {})[name] = tuple(point.shape)
+            shapes.setdefault(layer, {})[name] = point.shape.width, point.shape.heads
     return shapes

@@ -71,7 +71,7 @@ def gptj() -> transformers.PretrainedConfig:
 KINDS = {"llama": llama, "gemma2": gemma2, "mixtral": mixtral, "gptj": gptj}
 LACKS = {
     "mixtral": {"mlp_act"},
-    **dict.fromkeys(("llama", "gemma2", "gptj"), {"router_logits"}),
+    **{kind: {"router_logits"} for kind in ("llama", "gemma2", "gptj")},
 }
 
 

@@ -97,7 +97,10 @@ def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
     # The order of the text is that of the calls, but for `capture_results`, the last.
     texts = json_text(tell(refer)).split(mark)
     arrays = [one for one in inserted if not isinstance(one, Part)]
-    order = [*arrays, *(one for one in inserted if isinstance(one, Part))]
+    order: list[Part | Array] = [
+        *arrays,
+        *(one for one in inserted if isinstance(one, Part)),
+    ]
     for number in range(len(arrays)):  # A list has no quotes around it.
         texts[number] = texts[number][:-1]
         texts[number + 1] = texts[number + 1][1:]
