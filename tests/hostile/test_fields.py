@@ -57,7 +57,7 @@ MEANT = {
     "steering_names": "did you mean steering_name?",
     "STEERING_NAME": "did you mean steering_name?",
     "my_patches": "did you mean patch",
-    "dispatches": "the fields are",
+    "dispatches": "did you mean patch",
     "steering_scale": "did you mean steering",
     "vectors": "steering_vectors",
     "steering": "steering_vectors",

@@ -35,7 +35,7 @@ def test_the_first_layers_alone_give_the_models_activations(folder, served) -> N
         states = reference(tokens, output_hidden_states=True).hidden_states
     for name, expected in zip(names, states):
         torch.testing.assert_close(cache[name], expected, rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match="not a hook point"):
+    with pytest.raises(ValueError, match="--hook-points q"):
         served.run_with_cache(tokens, names_filter="blocks.0.attn.hook_q")
 
 

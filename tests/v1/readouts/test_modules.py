@@ -140,7 +140,10 @@ def test_a_file_that_is_not_what_it_says_is_refused(
 def test_a_module_is_for_hook_points_that_the_loaded_model_has() -> None:
     points = {0: ("pre_attn", "post_block"), 1: ("pre_attn",)}
     check_place(replace(info(""), tap=(0, "post_block")), points)
-    for tap, said in (((1, "post_block"), "layers 0 to 1"), ((0, "mlp_in"), "--mlp-")):
+    for tap, said in (
+        ((1, "post_block"), "layers 0 to 1"),
+        ((0, "mlp_in"), "--hook-points mlp_in"),
+    ):
         with pytest.raises(ReadoutValidationError, match=said):
             check_place(replace(info(""), tap=tap), points)
 

@@ -32,7 +32,9 @@ from vllm.v1.residual.addresses import (
         ("post_block", None),
         ("blocks.01.hook_out", None),
         ("blocks.1.hook_mlp_in", None),
-        ("blocks.1.hook_z", None),
+        ("blocks.1.hook_z", (1, "z")),
+        ("blocks.1.attn.hook_q", (1, "q")),
+        ("blocks.1.hook_pattern", None),
         ("resid_post.-1", None),
         ("resid_post.1.2", None),
     ],
@@ -72,9 +74,8 @@ def test_what_the_mlp_adds_is_its_output_only_where_a_layer_says_so() -> None:
     assert own_point(MLP_ADD, other) == MLP_ADD
     assert own_point("post_block", other) == "post_block"
     assert "a norm or a multiplier" in why_not(MLP_ADD, other)
-    assert (
-        why_not("mlp_out", ("post_block",)) == why_not(MLP_ADD, ("post_block",)) == ""
-    )
+    assert "--hook-points mlp_out" in why_not("mlp_out", ("post_block",))
+    assert why_not(MLP_ADD, ("post_block",)) == ""
     assert equal_points({0: plain, 1: ("post_block",)}) == {MLP_ADD: "mlp_out"}
     assert equal_points({0: plain, 1: other}) == equal_points({0: ()}) == {}
     assert without_aliases({0: plain, 1: other}) == {0: other, 1: other}

@@ -10,7 +10,7 @@ import pytest
 from vllm.interop.interp_engine import steering as interp_engine
 from vllm.interop.transformer_lens import interventions
 from vllm.v1.capture.consumers.storage.options import Options
-from vllm.v1.readouts.frontend import admission
+from vllm.v1.readouts.frontend import rules
 from vllm.v1.residual.numbers import finite_number, is_finite, is_float32, is_integer
 
 NO_NUMBERS = (None, True, np.True_, "1", [1], 1j, np.complex64(1), {})
@@ -47,7 +47,7 @@ def test_no_parser_fails_of_what_is_no_finite_number(value: Any) -> None:
         finite_number(value, "a", fail)
     if value is not None:
         with pytest.raises(ValueError, match="stop_when.above must be a finite number"):
-            admission._bound({"above": value}, "above")
+            rules._bound({"above": value}, "above", "stop_when")
         with pytest.raises(ValueError, match="must be a number of seconds above 0"):
             Options("x", {"wait": value}, ["wait"]).seconds("wait")
     with pytest.raises(ValueError, match="must be a finite number"):

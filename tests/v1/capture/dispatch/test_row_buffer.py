@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.row_buffer import GATHERED, Piece, RowBuffer, Span, joined
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
+from vllm.v1.residual.row_blocks import Block
 
 MEMORY = torch.arange(400).float()[:, None].repeat(1, 2)
 """Memory whose rows contain their index."""
@@ -26,6 +27,11 @@ def places(piece: Piece, taps: int) -> list[list[float]]:
     return rows[:, 1:-1, 0].tolist()
 
 
+def block(num_rows: int, taps: int) -> Block:
+    """A block of a layout, without requests."""
+    return Block(tuple(range(taps)), {}, (), (), num_rows)
+
+
 @given(
     st.integers(1, 4),  # steps
     st.sampled_from([8, 11]),  # rows of each
@@ -36,7 +42,7 @@ def places(piece: Piece, taps: int) -> list[list[float]]:
 def test_a_piece_has_the_place_of_each_row(
     num_steps: int, num_rows: int, place: int, tap_stride: int, taps: int
 ) -> None:
-    piece = Piece(span(num_steps, 9, num_rows), 20, 1, place, tap_stride, taps)
+    piece = Piece(span(num_steps, 9, num_rows), 20, 1, place, block(tap_stride, taps))
     assert piece.num_rows == piece.num_steps == num_steps
     assert places(piece, taps) == [
         [place + step * num_rows + tap * tap_stride for step in range(num_steps)]
@@ -45,11 +51,11 @@ def test_a_piece_has_the_place_of_each_row(
 
 
 def test_rows_of_a_prompt_are_not_continued() -> None:
-    piece = Piece(span(1, 0, 8), 0, 4, 0, 4, 2)
+    piece = Piece(span(1, 0, 8), 0, 4, 0, block(4, 2))
     assert places(piece, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    after = Piece(span(1, 1, 8), 4, 1, 8, 4, 2)
+    after = Piece(span(1, 1, 8), 4, 1, 8, block(4, 2))
     assert not after.continues(piece)
-    assert Piece(span(2, 3, 8), 5, 1, 100, 4, 2).continues(after)
+    assert Piece(span(2, 3, 8), 5, 1, 100, block(4, 2)).continues(after)
 
 
 TAPS, WIDTH = 2, 3
@@ -61,7 +67,7 @@ def put(gathering: RowBuffer, start: int, num_rows: int, most: int) -> Rows:
     rows = torch.stack([rows, rows, torch.arange(TAPS)[:, None].expand_as(rows)], -1)
     copies: list[RowCopy] = []
     span = Span(1, 0, -1, rows.flatten(0, 1), TAPS * num_rows)
-    piece = Piece(span, start, num_rows, 0, num_rows, TAPS)
+    piece = Piece(span, start, num_rows, 0, block(num_rows, TAPS))
     given = [*gathering.gather([piece], start + most, copies), *gathering.rest()]
     copy_rows(copies)
     (rows,) = given

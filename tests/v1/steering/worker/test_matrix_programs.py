@@ -103,7 +103,7 @@ def test_a_kernel_reads_the_addresses_of_a_stretch(position: int, token: int) ->
 
 
 def test_phases_and_configurations_share_what_is_on_the_device() -> None:
-    bank = Bank(WIDTH, CPU, 16)
+    bank = Bank(lambda tap: WIDTH, CPU, 16)
     (one,) = matrix([0, 1])
     first, second = bank.fetch([one]), bank.fetch([one])
     assert first[0] is second[0]

@@ -118,9 +118,9 @@ def vector_set(
     spec: dict[str, dict[int, Any]] = {}
     for (layer, hook), vector in vectors.items():
         spec.setdefault(hook, {})[layer] = vector
-    parsed = parse_vectors(spec, model, source)
+    entries = parse_vectors(spec, model, source).entries
     said = replace(provenance or Provenance(), hidden_size=width)
-    return VectorSet(parsed.vectors, said)
+    return VectorSet({one.tap: one.scaled(model, source) for one in entries}, said)
 
 
 def additions_of(module: ModuleFile, path: str | Path) -> VectorSet:
