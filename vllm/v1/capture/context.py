@@ -47,6 +47,7 @@ def capture_context(
         pipeline_parallel_size=parallel_config.pipeline_parallel_size,
         max_tokens=max_tokens,
         hook_points=dict(hook_points),
+        point_shapes=vllm_config.capture_config.point_shapes,
         num_samples=num_samples,
         expert_parallel_size=capture_expert_parallel_size(parallel_config),
         data_parallel_size=parallel_config.data_parallel_size,

@@ -13,6 +13,7 @@ from vllm.v1.residual.addresses import (
 )
 from vllm.v1.residual.bounds import counted, shown
 from vllm.v1.residual.numbers import Fail
+from vllm.v1.residual.point_shapes import Shapes, shape_of
 from vllm.v1.residual.selectors import (
     PositionName,
     first_outside,
@@ -20,7 +21,7 @@ from vllm.v1.residual.selectors import (
     parse_positions,
 )
 from vllm.v1.residual.spans import LAST_ROW, OPEN_END, Spans, merged
-from vllm.v1.residual.tap import HOOK_NAMES, HookName
+from vllm.v1.residual.tap import HOOK_NAMES, HookName, Tap
 
 VllmInternalRequestId = NewType("VllmInternalRequestId", str)
 """The unique, opaque id that the engine gives each sample; clients cannot choose it."""
@@ -60,6 +61,8 @@ class CaptureContext:
     """`n` of the request."""
     expert_parallel_size: int = 1
     data_parallel_size: int = 1
+    point_shapes: Shapes = field(default_factory=dict)
+    """Of hook points that have heads or another width than the stream."""
 
 
 def parse_hooks(
@@ -100,6 +103,30 @@ def parse_hooks(
             own = own_point(hook, ctx.hook_points[layer])
             hooks[own] = sorted({*hooks.get(own, []), layer})
     return hooks
+
+
+def parse_stream_wide(
+    raw: Any, ctx: CaptureContext, where: str, fail: Fail
+) -> tuple[Tap, ...]:
+    """As `parse_hooks`, for what reads rows on the device: rows of the stream's width.
+
+    Returns:
+        The taps.
+
+    """
+    at = parse_hooks(raw, ctx, where, fail)
+    taps = tuple((layer, str(hook)) for hook, layers in at.items() for layer in layers)
+    for tap in taps:
+        width = shape_of(ctx.point_shapes, tap, ctx.hidden_size).width
+        if width != ctx.hidden_size:
+            raise fail(
+                f"{where}: rows of {tap[1]} have {width} numbers, and here only rows "
+                f"as wide as the stream ({ctx.hidden_size}) are read; capture {tap[1]} "
+                "instead",
+                where,
+                tap[1],
+            )
+    return taps
 
 
 def _hook(name: Any, selector: Any, where: str, fail: Fail) -> tuple[str, Any]:

@@ -199,3 +199,16 @@ def test_a_reduced_readout_of_a_long_prompt_is_no_larger() -> None:
     context = replace(CONTEXT, num_prompt_tokens=1 << 30)
     spec = {"kind": "rows", **RIGHT["rows"], "positions": "all_prompt"}
     check_size([parse_readout("n", spec, context, SERVER)], 1, context, {})
+
+
+def test_points_of_another_width_than_the_stream_are_refused() -> None:
+    points = dict.fromkeys(range(3), ("post_block", "q", "z"))
+    shapes = {layer: {"q": (4, 2), "z": (8, 2)} for layer in range(3)}
+    context = replace(CONTEXT, hook_points=points, point_shapes=shapes)
+    for kind in ("rows", "norm"):
+        raw = {"kind": kind, "hooks": {"z": [1]}}
+        with pytest.raises(ReadoutValidationError, match="8 numbers.*stream.*4") as at:
+            parse_readout("r", raw, context, SERVER)
+        assert at.value.parameter == "readouts.r.hooks"
+        as_wide = {"kind": kind, "hooks": {"q": [1]}}
+        assert parse_readout("r", as_wide, context, SERVER).taps == ((1, "q"),)

@@ -12,7 +12,7 @@ from vllm.v1.residual.readout_plan import Readout, ReadoutPlan
 from vllm.v1.residual.row_selection import (
     CaptureContext,
     CaptureSpec,
-    parse_hooks,
+    parse_stream_wide,
     resolve_positions,
 )
 from vllm.v1.residual.sizes import stage_starts
@@ -86,5 +86,4 @@ class StepSpecs:
 def _taps(name: str, spec: CaptureSpec, ctx: CaptureContext) -> tuple[Tap, ...]:
     """The hook points that a consumer sees."""
     hooks = {str(hook): list(layers) for hook, layers in spec.hooks.items()}
-    at = parse_hooks(hooks, ctx, f"capture consumer {name!r}", fail)
-    return tuple((layer, str(hook)) for hook, layers in at.items() for layer in layers)
+    return parse_stream_wide(hooks, ctx, f"capture consumer {name!r}", fail)

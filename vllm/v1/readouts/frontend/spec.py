@@ -20,7 +20,7 @@ from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce
 from vllm.v1.residual.row_selection import (
     CaptureContext,
-    parse_hooks,
+    parse_stream_wide,
     resolve_positions,
 )
 from vllm.v1.residual.selectors import parse_layers
@@ -119,8 +119,8 @@ class Spec:
         return self._hooks(self.raw.get("hooks"), "hooks")
 
     def _hooks(self, hooks: Any, key: str) -> tuple[Tap, ...]:
-        at = parse_hooks(hooks, self.ctx, self.where(key), self._failing(key, hooks))
-        return tuple((layer, str(h)) for h, layers in at.items() for layer in layers)
+        failing = self._failing(key, hooks)
+        return parse_stream_wide(hooks, self.ctx, self.where(key), failing)
 
     def ranges(self) -> Spans:
         """The selected token positions; by default all generated tokens."""
