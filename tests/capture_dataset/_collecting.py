@@ -48,7 +48,8 @@ class FakeRunner:
             hidden_size=WIDTH,
             max_model_len=64,
             dtype=str(dtype).removeprefix("torch."),
-            hook_points={layer: ("pre_attn", "post_block") for layer in range(4)},
+            hook_points={layer: ("pre_attn", "post_block", "q") for layer in range(4)},
+            other_widths={f"q.{layer}": 2 * WIDTH for layer in range(4)},
         )
 
     def run(

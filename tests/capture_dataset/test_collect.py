@@ -250,6 +250,7 @@ def test_what_is_no_size_is_refused() -> None:
     [
         ({"layers": (9,)}, "layer 9.*has no hook point"),
         ({"hooks": ("mlp_in",)}, "'mlp_in'"),
+        ({"hooks": ("post_block", "q")}, "rows of q have"),
         ({"max_tokens": 60}, "line 1 has . tokens.*takes 4.*--truncate 4"),
         ({"positions": [0, 30]}, "30 is outside of line 1"),
         ({"positions": [-30]}, "-30 is outside of line 1"),

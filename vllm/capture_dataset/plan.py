@@ -260,6 +260,15 @@ def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:
                     "layers",
                     layer,
                 )
+            width = model.other_widths.get(f"{hook}.{layer}", model.hidden_size)
+            if width != model.hidden_size:
+                raise fail(
+                    f"hooks: the rows of {hook} have {width} numbers, and those of a "
+                    f"data set are as wide as the stream ({model.hidden_size}); use "
+                    f"the consumer arrow or filesystem for {hook}",
+                    "hooks",
+                    hook,
+                )
     return layers
 
 

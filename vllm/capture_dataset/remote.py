@@ -98,6 +98,7 @@ class ServerRunner:
                 self._url,
             )
         self._equal_points = status.get("equal_points", {})
+        self._other_widths = status.get("other_widths", {})
         return {
             int(layer): tuple(points) for layer, points in status["hook_points"].items()
         }
@@ -119,6 +120,7 @@ class ServerRunner:
             dtype=dtype,
             hook_points=self._points,
             equal_points=self._equal_points,
+            other_widths=self._other_widths,
         )
 
     def _try(self) -> tuple[int, str]:

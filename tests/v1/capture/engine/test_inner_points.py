@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 
 from tests.support.captured import CapturedEngine
 from tests.support.hf_reference import relative_error
 from tests.support.inner_reference import InnerReference
 from tests.support.models import save
 from vllm import RequestOutput, SamplingParams
+from vllm.v1.capture.consumers.arrow.table import rows_of
+from vllm.v1.capture.consumers.filesystem.reader import read_request
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.steering.errors import SteeringValidationError
 
@@ -79,7 +83,7 @@ class Pair:
     """An engine with all hook points, and the library's model."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self.kind = kind
+        self.kind, self.folder = kind, folder
         model = save(KINDS[kind](), folder)
         self.reference = InnerReference(model)
         self.engine = CapturedEngine(
@@ -95,7 +99,12 @@ class Pair:
             hook_points=["all"],
             max_logprobs=-1,
             logprobs_mode="raw_logits",
-            capture_consumers=["inline"],
+            capture_consumers=[
+                "inline",
+                f"filesystem:root={folder / 'files'}",
+                f"arrow:root={folder / 'tables'},instance_name=tables",
+                f"arrow:root={folder / 'own'},format=safetensors,instance_name=own",
+            ],
         )
         config = self.engine.llm.llm_engine.vllm_config.capture_config
         self.points: dict[int, list[str]] = config.hook_points or {}
@@ -184,6 +193,70 @@ def test_rows_are_those_of_the_library(pair: Pair) -> None:
         others = [other for other in rows if other[1] == tap[1] and other != tap]
         for other in others:
             assert relative_error(rows[other].float(), expected) > 1e-2, tap
+
+
+OTHER_WIDTH = {
+    "mixtral": "router_logits",
+    "gptj": "mlp_act",
+    "llama": "q",
+    "gemma2": "q",
+}
+"""A point whose rows are narrower or wider than the stream's."""
+
+
+def written(pair: Pair, consumer: str, hooks: list[str], name: str) -> Any:
+    """Have a consumer write prompt rows; returns them as delivered to the caller."""
+    spec = {"hooks": {hook: [0] for hook in hooks}, "positions": "all_prompt"}
+    params = SamplingParams(
+        max_tokens=1,
+        detokenize=False,
+        capture={"inline": spec, consumer: {**spec, "request_id": name}},
+        capture_wait=True,
+    )
+    (output,) = pair.engine.run([PROMPT], params)
+    assert {one.status for one in output.capture_results.values()} == {"ok"}
+    return output.capture_results["inline"].payload
+
+
+def test_files_of_requests_have_rows_of_any_width(pair: Pair) -> None:
+    hooks = ["post_block", OTHER_WIDTH[pair.kind], "attn_in"]
+    rows = written(pair, "filesystem", hooks, "some")
+    entries = read_request(next((pair.folder / "files").glob("*/some")))
+    assert entries.keys() == rows.keys()
+    assert len({one.shape for one in rows.values()}) == 2
+    for tap, expected in rows.items():
+        assert torch.equal(torch.as_tensor(entries[tap].array), expected), tap
+
+
+def test_files_of_one_width_have_it(pair: Pair) -> None:
+    for hook in (OTHER_WIDTH[pair.kind], "post_block"):
+        written(pair, "tables", [hook], hook)
+        rows = written(pair, "own", [hook], hook)[0, hook]
+        (file,) = (pair.folder / "own").glob(f"*/{hook}.safetensors")
+        with safe_open(file, "pt") as opened:
+            assert torch.equal(opened.get_tensor("hidden_states")[:, 0], rows)
+        tables = map(pq.read_table, (pair.folder / "tables").glob("*/*.parquet"))
+        own = [one for one in tables if hook in one["hook"].to_pylist()]
+        assert [set(one["hook"].to_pylist()) for one in own] == [{hook}]
+        assert torch.equal(rows_of(own[0]), rows)
+
+
+@pytest.mark.parametrize("consumer", ["tables", "own"])
+def test_rows_of_several_widths_do_not_go_into_one_file(
+    pair: Pair, consumer: str
+) -> None:
+    hooks = ["post_block", OTHER_WIDTH[pair.kind]]
+    with pytest.raises(CaptureValidationError, match="equally wide") as refused:
+        written(pair, consumer, hooks, "mixed")
+    assert refused.value.parameter == f"capture.{consumer}.hooks"
+
+
+def test_the_engine_tells_the_other_widths(pair: Pair) -> None:
+    told = pair.engine.llm.llm_engine.capture.describe()["other_widths"]
+    rows = pair.engine.rows(pair.ask())
+    width = rows[0, "post_block"].shape[1]
+    widths = {f"{hook}.{layer}": one.shape[1] for (layer, hook), one in rows.items()}
+    assert told == {name: own for name, own in widths.items() if own != width}
 
 
 def test_sidecars_say_how_wide_rows_are(pair: Pair) -> None:

@@ -15,6 +15,7 @@ from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.plain_data import plain
+from vllm.v1.residual.point_shapes import width_at
 from vllm.v1.residual.row_selection import resolve_positions
 from vllm.v1.residual.spans import OPEN_END, Spans
 from vllm.v1.residual.tap import Tap
@@ -164,13 +165,14 @@ def check_byte_limits(consumer: str, raw: dict[str, Any], known: Sequence[str]) 
 def most_bytes(spec: CaptureSpec, ctx: CaptureContext, where: str) -> tuple[int, str]:
     """The maximum size of a request's rows in bytes, and how it is made up, as text."""
     rows = count_rows(resolve_positions(spec.positions, ctx, where, fail), ctx, where)
-    taps = sum(len(layers) for layers in spec.hooks.values())
-    row_bytes = ctx.hidden_size * ctx.element_size_bytes
+    taps = [(n, str(hook)) for hook, layers in spec.hooks.items() for n in layers]
+    width = sum(width_at(ctx.point_shapes, ctx.hidden_size, tap) for tap in taps)
+    each = width * ctx.element_size_bytes
     what = (
-        f"{rows} positions at {taps} hook points with {row_bytes} bytes each, for "
+        f"{rows} positions at {len(taps)} hook points with {each} bytes together, for "
         f"{ctx.num_samples} samples"
     )
-    return rows * taps * row_bytes * ctx.num_samples, what
+    return rows * each * ctx.num_samples, what
 
 
 def count_rows(ranges: Spans, ctx: CaptureContext, where: str) -> int:

@@ -251,6 +251,12 @@ class Admission:
                 for layer, points in sorted(without_aliases(self._hook_points).items())
             },
             "equal_points": equal_points(self._hook_points),
+            "other_widths": {
+                f"{hook}.{layer}": width
+                for layer, of_layer in sorted(config.point_shapes.items())
+                for hook, (width, _) in sorted(of_layer.items())
+                if width != self._vllm_config.model_config.get_hidden_size()
+            },
         }
 
     def _plain_capture(self, raw: Any) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class RowLimits:
             for reader in group.readers:
                 if reader.instance in self.limits:
                     rows = sum(b - a for a, b in overlap(reader.ranges, 0, stop))
-                    size = rows * len(group.taps) * self._row_bytes * plan.num_samples
+                    taps = len(group.taps) * group.each
+                    size = rows * taps * self._row_bytes * plan.num_samples
                     sizes[reader.instance] = sizes.get(reader.instance, 0) + size
         if LIVE in plan.lanes:
             # Rows of intermediate outputs are held in addition to the result.

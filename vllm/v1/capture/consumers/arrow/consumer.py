@@ -22,6 +22,7 @@ from vllm.v1.capture.errors import fail
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.residual.plain_data import plain
+from vllm.v1.residual.point_shapes import width_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,6 +56,7 @@ class ArrowConsumer(StorageSink):
         """
         raw, where = plain(raw), f"capture.{self.instance_name or 'arrow'}"
         spec = parse_spec(raw, ctx, where, ("request_id", "tag", "readouts"))
+        _check_widths(spec, ctx, f"{where}.hooks")
         self._check_readouts(raw.get("readouts"), f"{where}.readouts")
         for name in ("request_id", "tag"):
             if raw.get(name) is not None:
@@ -77,6 +79,26 @@ class ArrowConsumer(StorageSink):
         if self._params.format != "safetensors":
             return []
         return places_of(raw, request_id, num_samples, self._params.default_tag)
+
+
+def _check_widths(spec: CaptureSpec, ctx: CaptureContext, where: str) -> None:
+    """Refuse hook points of several widths: a file's rows are all equally wide."""
+    widths: dict[int, str] = {}
+    for hook, layers in spec.hooks.items():
+        for layer in layers:
+            tap = layer, str(hook)
+            widths.setdefault(
+                width_at(ctx.point_shapes, ctx.hidden_size, tap), f"{hook} of {layer}"
+            )
+    if len(widths) > 1:
+        said = ", ".join(f"{name} has {width}" for width, name in widths.items())
+        raise fail(
+            f"{where}: the rows of a request must be equally wide here, because one "
+            f"file has them all; {said} numbers. Capture them by requests of their "
+            "own, or by the consumer filesystem",
+            where,
+            [str(hook) for hook in spec.hooks],
+        )
 
 
 class _Tables:
@@ -107,7 +129,10 @@ class _Tables:
         described = rows[0] if rows else sidecar
         self._shards.add(
             # One open table per thread, so that threads need not wait for each other.
-            [(tag, number, form) for number in range(self._tables)],
+            [
+                (tag, number, form, described["hidden_size"])
+                for number in range(self._tables)
+            ],
             lambda _: TableShard(self._params, workspace, tag, described, form),
             lambda shard: shard.append(request, name, finalizes),
         )
