@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from tests.support.browser import opened
 from tests.support.models import TOKENIZER
@@ -277,3 +278,16 @@ def test_the_first_token_is_as_early_as_the_api_s(tab: Any, server: Server) -> N
         page.append(float(tab.get_attribute("[data-first]", "data-first")))
     print(f"first token: API {median(direct):.0f} ms, page {median(page):.0f} ms")
     assert median(page) < median(direct) + 100
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_view_passes_an_accessibility_audit(tab: Any, scheme: str) -> None:
+    """The rules of axe-core, contrast and names for screen readers among them."""
+    tab.emulate_media(color_scheme=scheme)
+    broken = []
+    for view in ("write", "lens", "attention", "steer", "patch", "features", "server"):
+        show(tab, view=view, prompt=PROMPT, token=3, tint="norm")
+        tab.wait_for_timeout(1500)
+        for found in Axe().run(tab).response["violations"]:
+            broken += [(view, found["id"], node["html"]) for node in found["nodes"]]
+    assert broken == []

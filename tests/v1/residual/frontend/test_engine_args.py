@@ -4,6 +4,7 @@
 import pytest
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
@@ -25,3 +26,9 @@ def test_interp_turns_on_capture_readouts_and_steering(
     args = parser.parse_args(words)
     assert args.enable_readouts is args.enable_steering is bool(words)
     assert (args.capture_consumers, args.max_steering_configs) == (consumers, configs)
+
+
+def test_interp_shows_the_page_of_a_server() -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    assert parser.parse_args(["--interp"]).enable_lens_page
+    assert not parser.parse_args([]).enable_lens_page

@@ -36,6 +36,8 @@ class Interp(argparse.Action):
         if "inline" not in consumers:
             namespace.capture_consumers = [*consumers, "inline"]
         namespace.enable_readouts = namespace.enable_steering = True
+        if hasattr(namespace, "enable_lens_page"):  # An option of servers only.
+            namespace.enable_lens_page = True
         if namespace.max_steering_configs == parser.get_default("max_steering_configs"):
             namespace.max_steering_configs = INTERP_CONFIGS
 
@@ -49,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest=argparse.SUPPRESS,
         default=argparse.SUPPRESS,
         help="To explore a model: --capture-consumers inline, --enable-readouts, "
-        f"--enable-steering and --max-steering-configs {INTERP_CONFIGS}.",
+        f"--enable-steering, --max-steering-configs {INTERP_CONFIGS} and, on a server, "
+        "--enable-lens-page.",
     )
     add_capture_arguments(parser)
     add_readout_arguments(parser)

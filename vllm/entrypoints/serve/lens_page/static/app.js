@@ -55,7 +55,7 @@ function App() {
         : html`<span class="note">${model}</span>`}</header>
     <main>${error?.status === 401 ? html`<${KeyForm} wrong=${asked > 0} onKey=${() => setAsked(asked + 1)} />`
       : html`<${Problem} error=${error && (error.status === 0 ? `${error.message} Trying again.` : error)} />
-        ${found ? html`<${View} key=${name} name=${name} model=${model} facts=${found} state=${now} update=${update} />`
+        ${found ? html`<h2 class="hidden">${name}</h2><${View} key=${name} name=${name} model=${model} facts=${found} state=${now} update=${update} />`
           : !error && html`<p class="note">Asking the server …</p>`}`}</main>`;
 }
 
