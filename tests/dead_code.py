@@ -39,6 +39,8 @@ IGNORED_NAMES = [
     "save_translator",
     "SteeringHookPacked",
     "unpack_steering_vectors",
+    "scale_steering_spec",
+    "hash_steering_config",
     "min_captured_prompt_position",
     "spec_touches_prompt",
     "load_module",

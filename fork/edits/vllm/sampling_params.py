@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling parameters specify capture, readouts and steering of a request."""
 
-from fork.language import add_argument, add_field, add_import, add_parameter
+from fork.language import add_argument, add_field, add_import, add_parameter, first
 from fork.request_fields import NAMES, PARAMETERS
 
 EDITS = [
@@ -9,6 +9,15 @@ EDITS = [
         "from vllm.v1.residual.core.messages import "
         "CapturePlan, HookPlan, SteeringTiers",
         why="The types of what admission makes of the fields.",
+    ),
+    add_import(
+        "from vllm.v1.capture.errors import check_form",
+        why="Checks a field when the parameters are made.",
+    ),
+    first(
+        scope="SamplingParams._verify_args",
+        insert="check_form(self.capture)",
+        why="A script's mistake is reported where it is made.",
     ),
     add_field(
         scope="SamplingParams",

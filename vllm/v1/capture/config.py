@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of consumers under the names that plug-ins may use."""
 
-from vllm.config.capture import CaptureConfig as CaptureConsumersConfig
-from vllm.config.capture import ConsumerConfig as CaptureConsumerSpec
-from vllm.config.capture import parse_consumer as parse_consumer_spec
+from vllm.config.capture_consumers import (
+    CaptureConsumersConfig,
+    CaptureConsumerSpec,
+    expand_graphsafe_keys,
+    parse_consumer_spec,
+    validate_consumer_specs,
+)
 
-__all__ = ["CaptureConsumerSpec", "CaptureConsumersConfig", "parse_consumer_spec"]
+__all__ = [
+    "CaptureConsumerSpec",
+    "CaptureConsumersConfig",
+    "expand_graphsafe_keys",
+    "parse_consumer_spec",
+    "validate_consumer_specs",
+]

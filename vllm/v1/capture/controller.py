@@ -10,37 +10,43 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vllm.logger import init_logger
 from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
 from vllm.v1.capture.sync import SyncCaptureConsumer
-from vllm.v1.residual.steering_actions import RequestSteeringOverride
+from vllm.v1.residual.steering_actions import Action
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
 
 
 class SteeringController(SyncCaptureConsumer):
     """Calls `decide` on requests of conversations until it has decided.
 
-    A decision holds for the request, and for later requests of its conversation.
+    A decision holds for the request, and for later requests of its conversation. It is
+    any action; one that names a request is repeated for those later requests.
 
     Params:
-        max_conversations: how many decisions are kept; the oldest goes first.
-        max_latched_bytes: the most bytes of their vectors.
+        max_conversations: how many decisions are kept; the least recently used goes
+            first.
+        max_latched_bytes: the most bytes of their vectors. A decision with more acts on
+            its request, and is not kept for later ones.
 
     """
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         super().__init__(vllm_config, params)
-        self._most = int(params.get("max_conversations", 1024))
+        self._most = max(1, int(params.get("max_conversations", 1024)))
         self._most_bytes = int(params.get("max_latched_bytes", 256 << 20))
-        self._latched: OrderedDict[str, RequestSteeringOverride] = OrderedDict()
+        self._latched: OrderedDict[str, Action] = OrderedDict()
         self._armed: set[str] = set()
         self._bytes = self._triggers = self._bridges = 0
 
     @abstractmethod
     def decide(
         self, request_view: StepRequestView, residual: torch.Tensor
-    ) -> RequestSteeringOverride | None:
+    ) -> Action | None:
         """How the conversation is steered from now on; None decides nothing yet.
 
         Args:
@@ -49,27 +55,24 @@ class SteeringController(SyncCaptureConsumer):
 
         """
 
-    def on_step(self, view: StepCaptureView) -> Sequence[Any] | None:
+    def on_step(self, view: StepCaptureView) -> Sequence[Action] | None:
         """Decide for requests without a decision; steer those of decided ones."""
         rows = next(iter(view.tensors.values()))
         actions = []
-        for one in view.requests:
-            conversation = one.conversation_id
-            if conversation is None or one.req_id in self._armed:
+        for request in view.requests:
+            conversation = request.conversation_id
+            if conversation is None or request.req_id in self._armed:
                 continue
-            known = self._latched.get(conversation)
-            if known is not None:
-                self._bridges += 1
-                actions.append(replace(known, req_id=one.req_id))
-                self._armed.add(one.req_id)
-            elif one.phase == "decode":
-                found = self.decide(one, rows[one.start : one.end])
-                if found is not None:
+            if conversation in self._latched:
+                actions += self._follow(conversation, request.req_id)
+            elif request.phase == "decode":
+                action = self.decide(request, rows[request.start : request.end])
+                if action is not None:
                     self._triggers += 1
-                    self._armed.add(one.req_id)
-                    self._latch(conversation, found)
-                    actions.append(found)
-        return actions
+                    self._armed.add(request.req_id)
+                    self._latch(conversation, action)
+                    actions.append(action)
+        return actions or None
 
     def end_requests(self, finished: Sequence[str]) -> None:
         """Forget requests that have ended; their conversations are kept."""
@@ -85,15 +88,34 @@ class SteeringController(SyncCaptureConsumer):
             "bridges": self._bridges,
         }
 
-    def _latch(self, conversation: str, found: RequestSteeringOverride) -> None:
-        self._latched[conversation] = found
-        self._bytes += _size(found)
-        while self._latched and (
-            len(self._latched) > self._most or self._bytes > self._most_bytes
-        ):
+    def _follow(self, conversation: str, req_id: str) -> list[Action]:
+        """The conversation's decision for one more request."""
+        self._latched.move_to_end(conversation)
+        self._armed.add(req_id)
+        self._bridges += 1
+        known = self._latched[conversation]
+        if getattr(known, "req_id", None) is None:
+            return []  # It holds for all requests already.
+        return [replace(known, req_id=req_id)]  # type: ignore[call-arg]
+
+    def _latch(self, conversation: str, action: Action) -> None:
+        size = _size(action)
+        if size > self._most_bytes:
+            logger.warning(
+                "A decision of %d bytes is not kept for its conversation: at most %d "
+                "are allowed (max_latched_bytes)",
+                size,
+                self._most_bytes,
+            )
+            return
+        self._latched[conversation] = action
+        self._bytes += size
+        while len(self._latched) > self._most or self._bytes > self._most_bytes:
             self._bytes -= _size(self._latched.popitem(last=False)[1])
 
 
-def _size(one: RequestSteeringOverride) -> int:
-    layers = (at for at in (one.vectors or {}).values())
-    return sum(np.asarray(v).nbytes for at in layers for v in at.values())
+def _size(action: Action) -> int:
+    layers = (getattr(action, "vectors", None) or {}).values()
+    arrays = [vector for at in layers for vector in at.values()]
+    arrays.append(getattr(action, "probe", None))
+    return sum(np.asarray(one).nbytes for one in arrays if one is not None)

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import vllm.envs as envs
 from vllm.config.capture import CaptureConfig, ConsumerConfig, parse_consumer
+from vllm.config.capture_consumers import expand_graphsafe_keys
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.capture.capabilities import has_own_name, name_of, truncates
@@ -19,8 +20,6 @@ from vllm.v1.capture.registry import (
     consumer_class,
     is_step_consumer,
 )
-from vllm.v1.residual.addresses import hook_name, parse_address
-from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
 from vllm.v1.residual.tap import HOOK_NAMES, MLP_POINTS, OPTIONAL_POINTS
 
@@ -398,28 +397,14 @@ def _texts(given: list[str] | str | None) -> list[str]:
 def _check_graphsafe_keys(keys: list[str], model_config: "ModelConfig") -> None:
     if not keys:
         return
-    num_layers = model_config.get_total_num_hidden_layers()
-    for key in keys:
-        layer, _, hook = key.partition(":")
-        address = parse_address(key)
-        index = layer_index(layer) if address is None else address[0]
-        named = hook == "all" or hook_name(hook) is not None
-        is_key = named and (layer == "all" or index is not None)
-        if address is None and not is_key:
-            raise CaptureValidationError(
-                f"--capture-graphsafe-key {key!r} is not LAYER:HOOK, such as "
-                f'3:post_block; the hook points are {list(HOOK_NAMES)}, and "all" '
-                "stands for each",
-                parameter="capture_graphsafe_key",
-                value=key,
-            )
-        if index is not None and index >= num_layers:
-            raise CaptureValidationError(
-                f"--capture-graphsafe-key {key!r}: this model's layers are 0 to "
-                f"{num_layers - 1}; name one of them",
-                parameter="capture_graphsafe_key",
-                value=key,
-            )
+    try:
+        expand_graphsafe_keys(keys, model_config.get_total_num_hidden_layers())
+    except ValueError as error:
+        raise CaptureValidationError(
+            f"--capture-graphsafe-key {error}",
+            parameter="capture_graphsafe_key",
+            value=" ".join(keys),
+        ) from None
     logger.info(
         "--capture-graphsafe-key has no effect: every key is captured inside CUDA "
         "graphs"

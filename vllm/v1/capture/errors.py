@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in capture requests, as subclasses of upstream's client error (HTTP 400)."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
@@ -42,6 +43,22 @@ class UnknownCaptureConsumerError(CaptureValidationError):
 def fail(message: str, parameter: str, value: Any) -> CaptureValidationError:
     """The error for `parameter`, with long values shortened; the caller raises it."""
     return CaptureValidationError(message, parameter=parameter, value=shown(value))
+
+
+def check_form(capture: Any) -> None:
+    """Refuse what does not map consumers to specs, as `SamplingParams` is made.
+
+    Raises:
+        CaptureValidationError: names the parameter, the value and the remedy.
+
+    """
+    if capture is not None and not isinstance(capture, Mapping):
+        raise fail(
+            "capture must map consumers to what they capture, for example "
+            '{"filesystem": {"hooks": {"post_block": [0]}}}',
+            "capture",
+            capture,
+        )
 
 
 def check_flags(params: "SamplingParams") -> None:

@@ -56,15 +56,22 @@ class SteeringScaleUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SteeringMonitorUpdate:
-    """Refused: a gate is an entry with `when`, or the field `steering` of a request."""
+    """Set or move the gate of what consumers add: of one request, or for all.
+
+    At each generated token it is `sigmoid(sharpness (x . probe - threshold))`, decided
+    in the same forward pass. The probe must read where the vectors act, or before.
+    """
 
     hook: str
     layer: int
     probe: Any
+    """`[hidden_size]`; None removes the monitor."""
     threshold: float = 0.0
     sharpness: float = 1.0
     gate_rows: bool = False
+    """Whether the gate for all also gates overrides without a gate of their own."""
     req_id: str | None = None
+    """The request whose override it gates; None for what is added for all."""
     config_hash: Any = None
     dyn_id: Any = None
     source: str = ""

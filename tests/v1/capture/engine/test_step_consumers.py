@@ -4,6 +4,7 @@
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,9 +32,12 @@ VECTOR = np.random.default_rng(3).normal(size=64).astype(np.float32) * 3
 PROMPT = prompt(9, 5)
 
 SOURCE = """
+from dataclasses import replace
+
 from vllm.v1.capture import CaptureSpec, SteeringController
 from vllm.v1.capture.consumer import CaptureConsumer, SyncCaptureConsumer
 from vllm.v1.worker.steering_action_queue import (
+    RequestSteeringOverride,
     SteeringVectorUpdate,
     get_steering_action_queue,
 )
@@ -50,6 +54,14 @@ class Watcher(SyncCaptureConsumer):
             rows = view.tensors[1, "post_block"][one.start : one.end].clone()
             SEEN.append((one, rows))
         found, ACTIONS[:] = list(ACTIONS), []
+        if "override" in found:
+            found.remove("override")
+            req_id = view.requests[0].req_id
+            found = [
+                replace(one, req_id=req_id) if one.req_id == "it" else one
+                for one in found
+            ]
+            found.insert(0, RequestSteeringOverride(req_id, VECTORS))
         if "raise" in found:
             raise RuntimeError("it is meant to")
         if "leave" in found:
@@ -62,8 +74,6 @@ class Latch(SteeringController):
         return CaptureSpec(hooks={"post_block": [1]}, positions="all")
 
     def decide(self, request_view, residual):
-        from vllm.v1.worker.steering_action_queue import RequestSteeringOverride
-
         assert residual.shape == (1, 64)
         return RequestSteeringOverride(request_view.req_id, VECTORS, source="latch")
 
@@ -218,6 +228,67 @@ def test_actions_for_all_hold_from_the_next_step_on(
     assert late.outputs[0].token_ids != plain.outputs[0].token_ids
 
 
+def gated(sharpness: float, threshold: float) -> dict[str, Any]:
+    """A request whose own entry has the monitor's condition."""
+    when = {
+        "probe": VECTOR,
+        "layer": 1,
+        "hook": "post_block",
+        "above": threshold,
+        "sharpness": sharpness,
+        "scope": "token",
+    }
+    entry = {"op": "add", "vector": VECTOR, "when": when}
+    return {"decode_steering_vectors": {"post_block": {1: [entry]}}}
+
+
+def test_a_monitor_gates_what_is_added_for_all(
+    engine: CapturedEngine, plugin: ModuleType
+) -> None:
+    plain, whole, half = run(engine, {}, steered_from(len(PROMPT)), gated(0.02, 3.0))
+    far = 1e6
+    update = SteeringVectorUpdate({"post_block": {1: VECTOR}})
+    shut = SteeringMonitorUpdate("post_block", 1, VECTOR, threshold=far)
+    plugin.ACTIONS[:] = [update, shut]
+    same(run(engine, {})[0], plain)
+    told = status(engine)["monitor"]
+    assert (told["layer"], told["above"], told["gate_rows"]) == (1, far, False)
+    plugin.ACTIONS[:] = [SteeringMonitorUpdate("post_block", 1, VECTOR, threshold=-far)]
+    same(run(engine, {})[0], whole)
+    plugin.ACTIONS[:] = [SteeringMonitorUpdate("post_block", 1, VECTOR, 3.0, 0.02)]
+    same(run(engine, {})[0], half)
+    late = SteeringVectorUpdate({"pre_attn": {1: VECTOR}})
+    plugin.ACTIONS[:] = [late]  # Its place comes before the monitor's.
+    same(run(engine, {})[0], half)
+    assert "decides after the vector" in status(engine)["rejections"][-1]
+    plugin.ACTIONS[:] = [SteeringMonitorUpdate("post_block", 1, None)]
+    same(run(engine, {})[0], whole)
+    plugin.ACTIONS[:] = [SteeringVectorUpdate({"post_block": {1: 0 * VECTOR}})]
+    same(run(engine, {})[0], plain)
+    assert status(engine)["monitor"] is None
+
+
+def test_a_monitor_gates_one_request_or_all_overrides(
+    engine: CapturedEngine, plugin: ModuleType
+) -> None:
+    plain, whole = run(engine, {}, steered_from(len(PROMPT)))
+
+    def overridden(*more: Any) -> RequestOutput:
+        plugin.ACTIONS[:] = ["override", *more]
+        (output,) = run(engine, {})
+        return output
+
+    same(overridden(), whole)
+    shut = SteeringMonitorUpdate("post_block", 1, VECTOR, threshold=1e6)
+    same(overridden(replace(shut, req_id="it")), plain)
+    same(overridden(shut), whole)  # It gates what is added for all.
+    same(overridden(replace(shut, gate_rows=True)), plain)
+    own = replace(shut, threshold=-1e6, req_id="it")
+    same(overridden(own), whole)
+    plugin.ACTIONS[:] = [SteeringMonitorUpdate("post_block", 1, None)]
+    same(run(engine, {})[0], plain)
+
+
 def test_what_cannot_be_done_is_rejected_and_changes_nothing(
     engine: CapturedEngine, plugin: ModuleType
 ) -> None:
@@ -232,7 +303,10 @@ def test_what_cannot_be_done_is_rejected_and_changes_nothing(
         SteeringVectorUpdate({"post_block": {float("inf"): VECTOR}}),
         SteeringVectorUpdate({"post_block": {10**30: VECTOR}}),
         SteeringVectorUpdate({"\ud800": {1: VECTOR}}),
-        SteeringMonitorUpdate("post_block", 1, VECTOR),
+        SteeringMonitorUpdate("post_block", 1, VECTOR, config_hash=3),
+        SteeringMonitorUpdate("post_block", 1, VECTOR, req_id="nobody"),
+        SteeringMonitorUpdate("post_block", 1, VECTOR, sharpness=-1.0),
+        SteeringMonitorUpdate("post_block", 9, VECTOR),
         "no action",
     ]
     plugin.ACTIONS[:] = bad

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE
 from vllm.v1.capture.frontend.frontend import CaptureFrontend
+from vllm.v1.capture.frontend.path_locks import PathLocks
+from vllm.v1.capture.frontend.request_tracker import RequestTracker
+from vllm.v1.capture.frontend.waiting import ResultWaiter
+from vllm.v1.capture.types import CaptureResult
 
 
 def test_without_consumers_a_capture_is_refused_with_the_remedy() -> None:
@@ -53,3 +58,34 @@ def test_an_offline_engine_that_closes_waits_for_the_ends_it_has_sent() -> None:
     capture, calls = closable(portions=object())
     capture.close()
     assert calls == ["ends", "drivers", "inbox"]
+
+
+def test_results_that_were_pending_can_be_waited_for_once() -> None:
+    requests = RequestTracker(PathLocks({}), 1, lambda *_: None, lambda _: None)
+    capture = CaptureFrontend.__new__(CaptureFrontend)
+    capture._requests = requests
+    capture._awaited = ResultWaiter(requests, alive=lambda: True)
+    with requests.lock:
+        requests.begin("r-1", 0, "r-1", ("files",)).client_id = "r"
+
+    wait = capture.wait_for_results
+
+    async def waits() -> None:
+        assert await wait("another", None) is None
+        assert await wait("r", 0.01) is None
+        waiting = asyncio.create_task(wait("r", 30))
+        await asyncio.sleep(0)
+        requests.note("r-1", "files", 0, CaptureResult(("r-1", -1, "*"), "ok", None, 7))
+        results = await waiting
+        assert results is not None
+        assert results["files"].status == "ok" and results["files"].payload == 7
+        assert await wait("r", None) is None  # They are forgotten.
+
+    asyncio.run(waits())
+
+
+def test_parameters_with_a_capture_of_another_form_cannot_be_made() -> None:
+    for wrong in (42, "filesystem", ["filesystem"]):
+        with pytest.raises(ValueError, match="capture must map consumers"):
+            SamplingParams(capture=wrong)  # type: ignore[arg-type]
+    assert SamplingParams(capture={}).capture == {}

@@ -16,6 +16,7 @@ from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
     check_flags,
+    check_form,
     fail,
 )
 from vllm.v1.capture.frontend.inflight_limit import RowLimits
@@ -263,13 +264,7 @@ class Admission:
         check_size(raw, "capture")
         check_range(raw, "capture")
         capture = plain(raw)
-        if not isinstance(capture, dict):
-            raise fail(
-                "capture must map consumers to what they capture, for example "
-                '{"filesystem": {"hooks": {"post_block": [0]}}}',
-                "capture",
-                raw,
-            )
+        check_form(capture)
         check_text(capture, "capture")
         for name in capture:
             can = self.capabilities.get(name)

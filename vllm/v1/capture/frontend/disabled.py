@@ -9,6 +9,7 @@ from vllm.v1.capture.errors import check_flags, fail
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.capture.types import CaptureResult
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.metrics.loggers import StatLoggerManager
 
@@ -60,6 +61,11 @@ class NoCapture:
 
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
         pass
+
+    async def wait_for_results(
+        self, client_id: str, timeout: float | None
+    ) -> "dict[str, CaptureResult] | None":
+        return None
 
     def wait(self, outputs: Collection["RequestOutput"]) -> None:
         pass

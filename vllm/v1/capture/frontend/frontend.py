@@ -4,6 +4,7 @@
 import asyncio
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from vllm.v1.capture.transport.zmq_channel import (
     Message,
     ResultMessage,
 )
-from vllm.v1.capture.types import CaptureChunk
+from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.capture.worker.stats_reporter import PERIOD_SECONDS
 from vllm.v1.residual.capture_plan import LIVE
 
@@ -150,6 +151,7 @@ class CaptureFrontend(NoCapture):
                 parent, state.request_index, state.request_id, plan.instances
             )
             capabilities = self._admission.capabilities
+            tracked.client_id = state.external_req_id
             tracked.samples[state.request_index].plan = plan if plan.keeping else None
             tracked.waits = any(capabilities[name].waits for name in named)
             self._requests.hold(tracked, self._room.take(plan, params.max_tokens))
@@ -237,6 +239,28 @@ class CaptureFrontend(NoCapture):
         if params.capture_wait or self._requests.waits(parent):
             await self._awaited.wait_async(parent)
         self.results(output)
+
+    async def wait_for_results(
+        self, client_id: str, timeout: float | None
+    ) -> dict[str, CaptureResult] | None:
+        """Wait for results that a request's final output did not have.
+
+        Args:
+            client_id: the id under which the request was submitted.
+            timeout: seconds to wait at most.
+
+        Returns:
+            The results; None if there is nothing to wait for, or it took too long.
+
+        """
+        parent = self._requests.named(client_id)
+        if parent is None:
+            return None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._awaited.wait_async(parent), timeout)
+        if not self._requests.is_complete(parent):
+            return None
+        return self._requests.results(parent, client_id)
 
     def publish(self, manager: "StatLoggerManager | None") -> None:
         """Export Prometheus metrics, if the engine does."""

@@ -125,6 +125,12 @@ class RequestTracker:
                 self._unsent.hold(tracked.held)
             return tracked.merged(request_id)
 
+    def named(self, client_id: str) -> str | None:
+        """The parent id of the last request with a client's id; None if unknown."""
+        with self.lock:
+            items = reversed(self._tracked.items())
+            return next((p for p, one in items if one.client_id == client_id), None)
+
     def is_complete(self, parent: str) -> bool:
         """Whether no result is missing, or the request is unknown."""
         tracked = self._tracked.get(parent)

@@ -66,6 +66,8 @@ class Tracked:
     samples: dict[int, Sample] = field(default_factory=dict)
     request_ids: list[str] = field(default_factory=list)
     """Internal ids of the samples."""
+    client_id: str = ""
+    """The id that the client has given the request."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Bytes of rows that may be returned with the results, by instance."""
     waits: bool = False

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vectors that consumers set while the engine runs: for all requests, or for one.
 
-An override is a configuration in a slot that the scheduler does not know of, behind
-those that it assigns. All of it acts at generated tokens only.
+A monitor gates them, that of a request or the one for all. An override is a
+configuration in a slot that the scheduler does not know of, behind those that it
+assigns. All of it acts at generated tokens only.
 
 The rank whose consumers decide takes the actions; all ranks apply the same ones, in the
 same order, to the same state.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -20,13 +22,44 @@ from vllm.v1.residual.steering_actions import (
     Action,
     RequestSteeringOverride,
     SteeringActionQueue,
+    SteeringMonitorUpdate,
     SteeringScaleUpdate,
     SteeringVectorUpdate,
     VectorsByHook,
 )
 from vllm.v1.residual.tap import INNER_POINTS, Tap
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, Vector, pack, total
+from vllm.v1.steering.plan import (
+    NO_STEERING,
+    PackedVectors,
+    SteeringTiers,
+    Vector,
+    total,
+)
+from vllm.v1.steering.worker.monitors import Monitor, monitor_of, pack_gated
 from vllm.v1.steering.worker.tables import SteeringTables
+
+
+class Tier(NamedTuple):
+    """What acts at generated tokens of all requests."""
+
+    vectors: Mapping[Tap, Vector] = {}
+    gain: float = 1.0
+    monitor: Monitor | None = None
+
+    def packed(self) -> PackedVectors | None:
+        """The vectors times the gain, gated; None if nothing acts."""
+        scaled = {tap: self.gain * one for tap, one in self.vectors.items()}
+        return pack_gated(scaled, self.monitor)
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """What acts at generated tokens of one request, instead of what it asked for."""
+
+    slot: int
+    vectors: Mapping[Tap, Vector]
+    scale: float = 1.0
+    monitor: Monitor | None = None
 
 
 class DynamicSteering:
@@ -60,9 +93,9 @@ class DynamicSteering:
         self._free = list(slots)
         self.of_request: dict[str, int] = {}
         """The slot of each request with an override."""
-        self._vectors: dict[str, dict[Tap, Vector]] = {}
-        self._for_all: dict[Tap, Vector] = {}
-        self._gain = 1.0
+        self._overrides: dict[str, Override] = {}
+        self.tier = Tier()
+        """What acts for all requests."""
         self.errors: list[str] = []
         """Why the last actions were rejected."""
         self._checksum = self._count = 0
@@ -70,7 +103,7 @@ class DynamicSteering:
     def forget(self, finished: Iterable[str]) -> None:
         """Free the slots of requests that have ended."""
         for req_id in finished:
-            self._vectors.pop(req_id, None)
+            self._overrides.pop(req_id, None)
             slot = self.of_request.pop(req_id, None)
             if slot is not None:
                 self._free.append(slot)
@@ -111,15 +144,10 @@ class DynamicSteering:
         why = f"{type(action).__name__}: {message_of(error)}"
         self.errors = [*self.errors[-7:], why]
 
-    @property
-    def for_all(self) -> dict[Tap, Vector]:
-        """What is added for all requests at generated tokens."""
-        return {tap: self._gain * one for tap, one in self._for_all.items()}
-
     def status(self) -> dict[str, Any]:
         """As `GET /v1/steering/dynamic` tells it."""
         hooks: dict[str, list[int]] = {}
-        for layer, hook in sorted(self._for_all):
+        for layer, hook in sorted(self.tier.vectors):
             hooks.setdefault(hook, []).append(layer)
         return {
             "action_checksum": self._checksum,
@@ -131,9 +159,15 @@ class DynamicSteering:
                 "overrides": sorted(self.of_request),
             },
             "dynamic_tier": {
-                "active": bool(self._for_all),
-                "gain": self._gain,
+                "active": bool(self.tier.vectors),
+                "gain": self.tier.gain,
                 "hooks": hooks,
+            },
+            "monitor": _described(self.tier.monitor),
+            "row_monitor": {
+                req_id: _described(one.monitor)
+                for req_id, one in self._overrides.items()
+                if one.monitor is not None
             },
             "rejections": self.errors,
         }
@@ -141,19 +175,24 @@ class DynamicSteering:
     def _apply(self, action: Action) -> None:
         match action:
             case SteeringVectorUpdate():
-                if action.phase != "decode":
-                    raise ValueError("only phase='decode' can change while running")
-                for tap, vector in self._checked(action.vectors).items():
-                    self._for_all.pop(tap, None)
-                    if vector.any():
-                        self._for_all[tap] = vector
+                self._add(action)
             case RequestSteeringOverride():
                 self._override(action)
+            case SteeringMonitorUpdate():
+                self._watch(action)
             case SteeringScaleUpdate(scale=scale, req_id=str() as req_id):
-                own = self._vectors[req_id]
-                self._load(req_id, {tap: scale * one for tap, one in own.items()})
+                self._set(req_id, replace(self._overrides[req_id], scale=scale))
             case SteeringScaleUpdate(scale=scale):
-                self._gain = scale
+                self.tier = self.tier._replace(gain=scale)
+
+    def _add(self, action: SteeringVectorUpdate) -> None:
+        if action.phase != "decode":
+            raise ValueError("only phase='decode' can change while running")
+        vectors = {**self.tier.vectors, **self._checked(action.vectors)}
+        vectors = {tap: vector for tap, vector in vectors.items() if vector.any()}
+        if self.tier.monitor is not None:
+            self.tier.monitor.check(vectors)
+        self.tier = self.tier._replace(vectors=vectors)
 
     def _override(self, action: RequestSteeringOverride) -> None:
         own = self._admitted(action.req_id)
@@ -165,20 +204,59 @@ class DynamicSteering:
             admitted = total([own.base, own.decode])
             for tap, one in admitted.items():
                 vectors[tap] = vectors[tap] + one if tap in vectors else one
-        if action.req_id not in self.of_request:
-            if not self._free:
-                raise ValueError(
-                    f"all {len(self._slots)} overrides are in use; start the server "
-                    "with more --max-dynamic-steering-configs"
-                )
-            self.of_request[action.req_id] = self._free.pop(0)
-        self._vectors[action.req_id] = vectors
-        self._load(action.req_id, vectors)
+        slot = self.of_request.get(action.req_id)
+        if slot is None and not self._free:
+            raise ValueError(
+                f"all {len(self._slots)} overrides are in use; start the server "
+                "with more --max-dynamic-steering-configs"
+            )
+        known = self._overrides.get(action.req_id)
+        monitor = None if known is None else known.monitor
+        slot = self._free[0] if slot is None else slot
+        self._set(action.req_id, Override(slot, vectors, monitor=monitor))
 
-    def _load(self, req_id: str, vectors: Mapping[Tap, Vector]) -> None:
-        packed = pack(vectors)
+    def _watch(self, action: SteeringMonitorUpdate) -> None:
+        """Set, move or remove the monitor of a request's override, or that for all."""
+        if action.probe is not None:
+            self._checked({action.hook: {action.layer: action.probe}})
+        monitor = monitor_of(action)
+        if action.req_id is not None:
+            if action.req_id not in self._overrides:
+                raise ValueError(f"request {action.req_id!r} has no override to gate")
+            self._set(
+                action.req_id, replace(self._overrides[action.req_id], monitor=monitor)
+            )
+            return
+        tier = self.tier._replace(monitor=monitor)
+        gated = [tier.vectors, *(o.vectors for o in self._gated(monitor).values())]
+        for vectors in gated if monitor is not None else ():
+            monitor.check(vectors)
+        changed = self._gated(self.tier.monitor) | self._gated(monitor)
+        self.tier = tier
+        for req_id, override in changed.items():
+            self._set(req_id, override)
+
+    def _gated(self, monitor: Monitor | None) -> dict[str, Override]:
+        """The overrides that a monitor for all gates."""
+        if monitor is None or not monitor.gate_rows:
+            return {}
+        return {r: one for r, one in self._overrides.items() if one.monitor is None}
+
+    def _set(self, req_id: str, override: Override) -> None:
+        """Put an override in force; nothing changes if it is refused."""
+        monitor, shared = override.monitor, self.tier.monitor
+        if monitor is None and shared is not None and shared.gate_rows:
+            monitor = shared
+        if monitor is not None:
+            monitor.check(override.vectors)
+        scaled = {tap: override.scale * one for tap, one in override.vectors.items()}
+        packed = pack_gated(scaled, monitor)
         tiers = NO_STEERING if packed is None else SteeringTiers(decode=packed)
-        self._tables.load(self.of_request[req_id], tiers)
+        self._tables.load(override.slot, tiers)
+        if req_id not in self.of_request:
+            self._free.remove(override.slot)
+            self.of_request[req_id] = override.slot
+        self._overrides[req_id] = override
 
     def _checked(self, raw: VectorsByHook) -> dict[Tap, Vector]:
         found = {}
@@ -214,14 +292,36 @@ def _plain(action: Action) -> Action:
                 bool(action.compose_admitted),
                 source=str(action.source),
             )
+        case SteeringMonitorUpdate(config_hash=None, dyn_id=None):
+            return _plain_monitor(action)
         case SteeringScaleUpdate(tier_gain=True):
             return SteeringScaleUpdate(_finite(action.scale), tier_gain=True)
         case SteeringScaleUpdate(req_id=str() as req_id):
             return SteeringScaleUpdate(_finite(action.scale), req_id=req_id)
-    raise ValueError(
-        "it is not supported; a gate is an entry with `when`, or a gate in the "
-        "request's field `steering`"
+    raise ValueError("it is not supported: name a request, or act for all of them")
+
+
+def _plain_monitor(action: SteeringMonitorUpdate) -> SteeringMonitorUpdate:
+    sharpness = _finite(action.sharpness)
+    if sharpness < 0:
+        raise ValueError("sharpness must not be negative")
+    probe = action.probe
+    return SteeringMonitorUpdate(
+        str(action.hook),
+        int(action.layer),
+        None if probe is None else np.array(probe, dtype=np.float32),
+        _finite(action.threshold),
+        sharpness,
+        bool(action.gate_rows),
+        None if action.req_id is None else str(action.req_id),
+        source=str(action.source),
     )
+
+
+def _described(monitor: Monitor | None) -> dict[str, Any] | None:
+    if monitor is None:
+        return None
+    return {**monitor.condition.as_dict(), "gate_rows": monitor.gate_rows}
 
 
 def _arrays(raw: VectorsByHook) -> VectorsByHook:
@@ -239,7 +339,7 @@ def _bytes_of(action: Action) -> bytes:
     return msgspec.msgpack.encode(action, enc_hook=np.ndarray.tobytes)
 
 
-def _finite(scale: float) -> float:
-    if not np.isfinite(scale):
-        raise ValueError("scale must be finite")
-    return float(scale)
+def _finite(value: float) -> float:
+    if not np.isfinite(value):
+        raise ValueError("scale, threshold and sharpness must be finite")
+    return float(value)

@@ -20,6 +20,7 @@ from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.step_view import Decoding, StepView
 from vllm.v1.residual.tap import Tap
+from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, conditions_of, pack, total
 from vllm.v1.steering.slots import (
     GLOBAL_DECODE_ROW,
@@ -473,6 +474,7 @@ class WorkerSteering:
 
         """
         assert self.dynamic is not None, "consumers cannot steer here"
+        before = self.dynamic.tier
         if not self.dynamic.apply(actions):
             return
         self._decoding = None
@@ -481,19 +483,24 @@ class WorkerSteering:
             if tiers.digest != self.tables.tiers.digest:
                 self.tables.set_global(tiers, self.tables.rows_with(tiers))
         except Exception as error:
+            self.dynamic.tier = before
             self.dynamic.reject(actions, error)
 
     def _with_dynamic(self, tiers: SteeringTiers) -> SteeringTiers:
         """The global vectors with those that consumers set for generated tokens."""
-        own = {} if self.dynamic is None else self.dynamic.for_all
-        if not own:
+        own = None if self.dynamic is None else self.dynamic.tier.packed()
+        if own is None:
             return tiers
         decode = tiers.decode
-        vectors = total([decode])
-        for tap, one in own.items():
-            vectors[tap] = vectors[tap] + one if tap in vectors else one
         operations = () if decode is None else decode.operations
-        return SteeringTiers(tiers.base, tiers.prefill, pack(vectors, operations))
+        packed = pack(total([decode, own]), (*operations, *own.operations))
+        joined = SteeringTiers(tiers.base, tiers.prefill, packed)
+        if len(conditions_of(joined)) > MAX_CONDITIONS:
+            raise ValueError(
+                f"the global vectors and the monitor have more than {MAX_CONDITIONS} "
+                "distinct conditions"
+            )
+        return joined
 
     def _admitted(self, req_id: str) -> SteeringTiers:
         """What a running request asked for."""

@@ -18,6 +18,7 @@ EDITS = [
 residual = residual_front_end.NO_FRONT_END
 captured = residual_methods.rows.async_captured
 drop_captured = residual_methods.rows.async_drop_captured
+wait_for_capture_results = residual_methods.rows.async_wait_for_capture_results
 register_hooks = residual_methods.hooks.async_register_hooks
 collect_hook_results = residual_methods.hooks.async_collect_hook_results
 clear_hooks = residual_methods.hooks.async_clear_hooks

@@ -67,6 +67,24 @@ async def async_drop_captured(
     return drop(self.capture, name, instance)
 
 
+async def async_wait_for_capture_results(
+    self: "AsyncLLM", request_id: str, timeout: float | None = 120.0
+) -> dict[str, Any] | None:
+    """Wait for results of a capture that were pending in the final output.
+
+    Args:
+        self: the engine.
+        request_id: the id under which the request was submitted.
+        timeout: seconds to wait at most; None waits as long as results may arrive.
+
+    Returns:
+        `{instance: CaptureResult}`, once: the engine then forgets them. None if none is
+        pending, or they have not arrived in time.
+
+    """
+    return await self.capture.wait_for_results(request_id, timeout)
+
+
 def read(
     capture: "NoCapture", name: str | None, instance: str | None = None
 ) -> dict[str, Any] | list[KeptRequest]:
