@@ -66,7 +66,7 @@ def engine_of(config: "VllmConfig", tokenizer: Any, front_end: Any) -> Engine:
     admission = steering.admission
 
     def check(entries: Steering) -> None:
-        admission.parse({"prefill_steering_vectors": entries}, REQUEST_FIELDS)
+        admission.parse({"steering_vectors": entries}, REQUEST_FIELDS)
 
     return Engine(facts, tokenizer, capture, check)
 
@@ -96,13 +96,18 @@ def params_of(ask: Ask) -> "SamplingParams":
     """The parameters of a request of a sweep."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        skip_clone=True,  # No other request has them.
+    )
     if ask.tokens:
         params.logprob_token_ids = list(ask.tokens)
     if ask.top:
         params.logprobs = ask.top
     if ask.steering:
-        params.prefill_steering_vectors = dict(ask.steering)
+        params.steering_vectors = dict(ask.steering)
     if ask.capture is not None:
         params.capture, params.capture_wait = dict(ask.capture), True
     if ask.probe is not None:

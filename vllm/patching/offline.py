@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 OnCell = Callable[[Found], Any]
+AHEAD = 4
+"""Requests in flight, as a multiple of the slots."""
 
 
 def run(
@@ -95,24 +97,40 @@ def _engine(llm: "LLM") -> Engine:
 
 
 def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Reply]]:
-    """Send all requests, and yield the replies as they come."""
-    if not asks:
-        return
+    """Send all requests, and yield the replies as they come.
+
+    A few times as many as there are slots are in flight: the scheduler passes over all
+    that wait in every step.
+    """
     engine: Any = llm.llm_engine
-    prompts: Any = [{"prompt_token_ids": list(ask.token_ids)} for ask in asks]
-    ids = llm.enqueue(prompts, [params_of(ask) for ask in asks], use_tqdm=False)
-    # An output has the first part of the engine's id.
-    numbers = {one.partition("-")[0]: number for number, one in enumerate(ids)}
+    at_once = AHEAD * engine.vllm_config.steering_config.max_configs
+    numbers: dict[str, tuple[int, str]] = {}
+    """By the id of an output, the number of the request and the engine's id."""
+    started = 0
     try:
-        while engine.has_unfinished_requests():
+        while numbers or started < len(asks):
+            part = asks[started : started + at_once - len(numbers)]
+            for number, own in enumerate(_enqueued(llm, part), started):
+                # An output has the first part of the engine's id.
+                numbers[own.partition("-")[0]] = number, own
+            started += len(part)
             outputs = [one for one in engine.step() if one.finished]
             engine.capture.wait(outputs)
             for output in outputs:
-                number = numbers.pop(output.request_id)
+                number, _ = numbers.pop(output.request_id)
                 yield number, reply_of(asks[number], output)
     finally:
         if numbers:
-            engine.abort_request([ids[n] for n in numbers.values()], internal=True)
+            own_ids = [own for _, own in numbers.values()]
+            engine.abort_request(own_ids, internal=True)
+
+
+def _enqueued(llm: "LLM", asks: Sequence[Ask]) -> list[str]:
+    """Send requests; returns the engine's ids."""
+    if not asks:
+        return []
+    prompts: Any = [{"prompt_token_ids": list(ask.token_ids)} for ask in asks]
+    return llm.enqueue(prompts, [params_of(ask) for ask in asks], use_tqdm=False)
 
 
 def progress_bar(count: int, progress: bool) -> Any:

@@ -79,17 +79,18 @@ class Slots:
     def make_room(self, digest: str, size: int, taken: int) -> list[int]:
         """Unload idle configurations until another one fits; returns the emptied slots.
 
-        The slot that the new configuration will take is included if it has bytes to
-        free: the old content is removed before the new one is loaded. The arguments are
-        those of `has_room`.
+        The content of the slot that the new configuration will take counts too: it is
+        freed after the new one is loaded. The arguments are those of `has_room`.
         """
         if digest in self._slot_of:
             return []
+        needed = sum(self._sizes) + size + taken
         emptied = []
-        for slot in list(self._idle):
-            is_next = slot == next(iter(self._idle))
-            full = not self._fits(sum(self._sizes) + size + taken)
-            if self._sizes[slot] and (full or is_next):
+        for slot in self._idle:
+            if self._fits(needed):
+                break
+            if self._sizes[slot]:
+                needed -= self._sizes[slot]
                 self._forget(slot)
                 emptied.append(slot)
         for slot in reversed(emptied):

@@ -53,6 +53,18 @@ def test_the_one_that_waited_is_next_when_a_slot_is_free() -> None:
     assert step.uses["second"].num_prompt_tokens == 3
 
 
+def test_a_step_loads_only_its_share_of_the_slots() -> None:
+    steering = SteeringScheduling(num_slots=4, most_loads=2)
+    requests = [request(f"{number}", number) for number in range(3)]
+    for one in requests[:2]:
+        assert steering.admits(one)
+        steering.begin(one)
+    assert not steering.admits(requests[2]) and steering.admits(request("plain", None))
+    steering.take_step()
+    steering.new_step()
+    assert steering.admits(requests[2]), "the next step has the other half"
+
+
 def test_a_preempted_request_gives_its_slot_back_and_takes_one_again() -> None:
     steering = SteeringScheduling(num_slots=1)
     one = request("one", 1)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+LEAST_LOADS = 8
+"""How many configurations a step may load however few slots there are."""
 SAID_EVERY = 60.0
 """Seconds between two log lines about requests that wait."""
 
@@ -48,14 +50,21 @@ class SteeringScheduling:
     they could keep it loaded forever. Unsteered requests are not delayed.
     """
 
-    def __init__(self, num_slots: int, bank_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        bank_bytes: int | None = None,
+        most_loads: int | None = None,
+    ) -> None:
         """Start without any configuration.
 
         Args:
             num_slots: how many configurations a batch may hold.
             bank_bytes: most bytes of operations' vectors; None for no limit.
+            most_loads: most configurations that one step loads; None for no limit.
 
         """
+        self._most_loads = most_loads
         self.slots = Slots(num_slots, bank_bytes)
         self.tiers = NO_STEERING
         """The global vectors in force."""
@@ -114,6 +123,8 @@ class SteeringScheduling:
         tiers = tiers_of(request)
         if tiers is None:
             return True
+        if self._most_loads is not None and not self._blocked:
+            self._blocked = len(self._step.loads) >= self._most_loads
         if not self._blocked:
             size, taken = tiers.bank_bytes, self._taken
             self._blocked = not self.slots.has_room(tiers.digest, size, taken)
@@ -179,7 +190,12 @@ def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
     check_external_caches(vllm_config)
     EngineSteering.begin(vllm_config.capture_config.takes_actions)
     config = vllm_config.steering_config
-    scheduling = SteeringScheduling(config.max_configs, config.bank_bytes)
+    # Steps that are in flight at the same time share the slots. Otherwise one takes
+    # all, and the next cannot be prepared before it has ended.
+    share = -(-config.max_configs // vllm_config.max_concurrent_batches)
+    scheduling = SteeringScheduling(
+        config.max_configs, config.bank_bytes, max(share, LEAST_LOADS)
+    )
     scheduling.saes |= {
         name: info["fingerprint"]
         for name, info in vllm_config.readout_config.described.items()

@@ -122,8 +122,9 @@ def check_work(parsed: Parsed, name: str, model: SteeredModel) -> None:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    count = len(parsed.operations)
-    most = max(MAX_OPERATIONS, model.num_sites * model.max_operations)
+    count, most = len(parsed.operations), MAX_OPERATIONS
+    if count > most:  # The hook points are counted only then.
+        most = max(most, model.num_sites * model.max_operations)
     if count > most:
         raise fail(
             f"{name}: at most {most} entries may do more than add a vector "

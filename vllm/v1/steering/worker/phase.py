@@ -409,6 +409,9 @@ def special_rows(
     anywhere = np.flatnonzero(acts.any(axis=1))
     if not len(anywhere):
         return [], found
+    if len(phase.positioned) == 1:  # As in each cell of a patching sweep.
+        found[anywhere] = 0
+        return [frozenset(phase.positioned[0].numbers)], found
     distinct, which = np.unique(acts[anywhere], axis=0, return_inverse=True)
     found[anywhere] = which.reshape(-1)
     sets = [
