@@ -28,8 +28,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): $(VENV)/bin/python $(INSTALL_INPUTS)
-	$(BIN)/python -m pip install -r requirements/$(DEVICE).txt
 	$(BIN)/python -m pip install -r requirements/test.txt
+	torch=$$($(BIN)/python -m fork torch) && $(BIN)/python -m pip install $$torch
 	$(BIN)/python -m pip install --no-deps -r requirements/real_model.txt
 	$(BIN)/python -m pip install --no-build-isolation -e .
 	@rm -f $(VENV)/.installed-* && touch $@
@@ -37,8 +37,9 @@ $(INSTALLED): $(VENV)/bin/python $(INSTALL_INPUTS)
 weave: $(INSTALLED)  ## Build the tree from upstream's wheel and our files
 	$(BIN)/python -m fork build --device $(DEVICE)
 
-check: $(INSTALLED)  ## Try every edit on the pinned release
+check: $(INSTALLED)  ## Try every edit on the pinned releases
 	$(BIN)/python -m fork check --device $(DEVICE)
+	$(BIN)/python -m fork check --device cuda --upstream 0.33.0
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -57,9 +57,9 @@ class Checkout:
         """The fork's own licence."""
         return self.root / "LICENSE"
 
-    def tree(self, device: str) -> Path:
-        """The default path of the built tree."""
-        return self.root / "build" / device
+    def tree(self, device: str, upstream: str | None = None) -> Path:
+        """The default path of the built tree; a release that is named has its own."""
+        return self.root / "build" / (f"{device}-{upstream}" if upstream else device)
 
 
 HERE = Checkout(Path(__file__).resolve().parent.parent)

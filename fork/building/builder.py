@@ -29,6 +29,8 @@ class Order:
     """What to build."""
 
     device: str
+    upstream: str | None = None
+    """A release other than the default one."""
     wheel: Path | None = None
     """A wheel to build on instead of the pinned one."""
     wheel_sha256: str | None = None
@@ -60,7 +62,7 @@ def open_release(order: Order) -> Release:
     Raises:
         BuildFailure: there is none, or it is not the expected one.
     """
-    upstream = load_upstream(order.checkout.pins)
+    upstream = load_upstream(order.checkout.pins, order.upstream)
     if order.wheel is not None:
         return _open_given(order.wheel, order.wheel_sha256, upstream.version)
     machine = machine_name()
@@ -77,8 +79,8 @@ def _open_given(wheel: Path, sha256: str | None, version: str) -> Release:
     found = wheel_version(wheel)
     if found.partition("+")[0] != version:
         raise BuildFailure(
-            f"--wheel {wheel.name} is vLLM {found}, but the fork is made for "
-            f"{version}: pass a wheel of {version}"
+            f"--wheel {wheel.name} is vLLM {found}, but the fork is to be built on "
+            f"{version}: pass a wheel of {version}, or --upstream {found}"
         )
     if sha256 is None:
         sha256 = sha256_of(wheel)
@@ -106,7 +108,7 @@ def build(order: Order) -> Built:
     if faults:
         raise Faulty(faults)
     woven = {w.module: w.source for w in results if w.source is not None}
-    upstream = load_upstream(order.checkout.pins)
+    upstream = load_upstream(order.checkout.pins, order.upstream)
     version = upstream.fork_version(order.device)
     metadata = fork_metadata(order.checkout, release, order.device, version)
     generated = {

@@ -18,6 +18,9 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
         choices=DEVICES,
         help="default: VLLM_TARGET_DEVICE, else cuda with an NVIDIA driver, else cpu",
     )
+    parser.add_argument(
+        "--upstream", metavar="VERSION", help="a release other than the default one"
+    )
     parser.add_argument("--wheel", type=Path, help="build on this upstream wheel")
     parser.add_argument("--wheel-sha256", help="the hash that --wheel must have")
     parser.add_argument(
@@ -37,6 +40,7 @@ def order_from(arguments: argparse.Namespace) -> Order:
         raise BuildFailure(f"--jobs {arguments.jobs}: must be at least 1")
     return Order(
         device=arguments.device or default_device(),
+        upstream=arguments.upstream,
         wheel=arguments.wheel,
         wheel_sha256=arguments.wheel_sha256,
         jobs=arguments.jobs,

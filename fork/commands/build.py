@@ -12,14 +12,15 @@ from fork.commands._options import add_build_options, order_from
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_build_options(parser)
-    parser.add_argument("--out", type=Path, help="default: build/DEVICE")
+    parser.add_argument("--out", type=Path, help="default: build/DEVICE[-VERSION]")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Build the tree; returns 0."""
     start = time.perf_counter()
     order = order_from(arguments)
-    out = (arguments.out or order.checkout.tree(order.device)).absolute()
+    out = arguments.out or order.checkout.tree(order.device, order.upstream)
+    out = out.absolute()
     print(f"fork build for {order.device}", flush=True)
     built = build_tree(order, out)
     seconds = time.perf_counter() - start

@@ -9,9 +9,8 @@ from contextlib import redirect_stdout
 from fork.building.builder import Order, open_release
 from fork.building.check import Report, check
 from fork.commands._options import add_build_options, order_from
-from fork.errors import BuildFailure
 from fork.progress import step
-from fork.upstream.fetch import fetch_release, wheel_version
+from fork.upstream.fetch import fetch_release
 from fork.upstream.pins import load_upstream, machine_name
 from fork.upstream.release import Release, unpack
 
@@ -22,7 +21,6 @@ _RELEASES = "vllm"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_build_options(parser)
-    parser.add_argument("--upstream", metavar="VERSION", help="another release")
     parser.add_argument("--json", action="store_true", help="print a JSON report")
 
 
@@ -30,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check; returns 1 if anything does not fit."""
     order = order_from(arguments)
     with redirect_stdout(sys.stderr):
-        release = _open(order, arguments.upstream)
+        release = _open(order)
         with step(f"weave vLLM {release.version}, as a trial"):
             report = check(order.checkout, release, order.jobs)
     if arguments.json:
@@ -40,14 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.fits else 1
 
 
-def _open(order: Order, version: str | None) -> Release:
-    pinned = load_upstream(order.checkout.pins).version
-    if version is None or version == pinned:
+def _open(order: Order) -> Release:
+    upstream = load_upstream(order.checkout.pins, order.upstream)
+    is_pinned = any(device == order.device for device, _ in upstream.wheels)
+    if order.wheel is not None or is_pinned:
         return open_release(order)
-    wheel = order.wheel or fetch_release(_RELEASES, version, machine_name())
-    found = wheel_version(wheel)
-    if found.partition("+")[0] != version:
-        raise BuildFailure(f"{wheel.name} is vLLM {found}, not {version}")
+    wheel = fetch_release(_RELEASES, upstream.version, machine_name())
     return unpack(wheel, python_only=True)
 
 

@@ -25,12 +25,12 @@ class WheelPin:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The release that the fork is built on."""
+    """A release that the fork can be built on."""
 
     version: str
     revision: str
     wheels: dict[tuple[str, str], WheelPin]
-    """By device and machine."""
+    """By device and machine; empty if the release is not pinned."""
 
     def fork_version(self, device: str) -> str:
         """The version of the built distribution.
@@ -44,31 +44,32 @@ class Upstream:
         """The wheel for a device and machine.
 
         Raises:
-            BuildFailure: upstream does not release such a wheel.
+            BuildFailure: no such wheel is pinned.
         """
         if sys.platform != "linux":
             machine = f"{sys.platform} {machine}"
         pin = self.wheels.get((device, machine))
         if pin is None:
             have = ", ".join(sorted({m for d, m in self.wheels if d == device}))
+            known = f"there is one for Linux on {have}" if have else "none is pinned"
             raise BuildFailure(
-                f"vLLM {self.version} has no {device} wheel for {machine} (there is "
-                f"one for Linux on {have}): build upstream {self.version} yourself "
-                "and pass the wheel with --wheel FILE"
+                f"vLLM {self.version} has no {device} wheel for {machine} ({known}): "
+                f"build upstream {self.version} yourself and pass the wheel with "
+                "--wheel FILE"
             )
         return pin
 
 
-def load_upstream(path: Path) -> Upstream:
-    """Read `upstream.toml`."""
+def load_upstream(path: Path, version: str | None = None) -> Upstream:
+    """Read `upstream.toml`: its default release, or another one."""
     table = tomllib.loads(path.read_text())
+    version = version or table["version"]
     wheels = {
-        (device, machine): WheelPin(table[device]["project"], **pin)
-        for device in DEVICES
-        for machine, pin in table.get(device, {}).items()
-        if isinstance(pin, dict)
+        (device, machine): WheelPin(table["projects"][device], **pin)
+        for device, machines in table["releases"].get(version, {}).items()
+        for machine, pin in machines.items()
     }
-    return Upstream(table["version"], table["revision"], wheels)
+    return Upstream(version, table["revision"], wheels)
 
 
 def machine_name() -> str:

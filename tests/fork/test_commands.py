@@ -92,7 +92,25 @@ def test_check_refuses_a_wheel_of_another_release_than_named(
     mini: Mini, arguments: list[str], capsys
 ) -> None:
     assert main(["check", *arguments, "--upstream", "1.3.0"]) == 1
-    assert "is vLLM 1.2.3, not 1.3.0" in capsys.readouterr().err
+    assert "is vLLM 1.2.3, but the fork is to be built on 1.3.0" in (
+        capsys.readouterr().err
+    )
+
+
+def test_another_release_is_built_into_its_own_folder(
+    mini: Mini, tmp_path: Path, arguments: list[str], capsys
+) -> None:
+    wheel = make_wheel(tmp_path / "later", "1.3.0")
+    options = ["--upstream", "1.3.0", "--wheel", str(wheel)]
+    assert main(["build", "--device", "cpu", "--jobs", "1", *options]) == 0
+    tree = mini.checkout.root / "build/cpu-1.3.0/vllm"
+    assert "1.3.0+clearbox.1.cpu" in (tree / "_version.py").read_text()
+    assert not mini.out.exists()
+
+
+def test_torch_is_what_the_wheel_asks_for(arguments: list[str], capsys) -> None:
+    assert main(["torch", *arguments]) == 0
+    assert capsys.readouterr().out == "torch==2.13.0\n"
 
 
 def test_a_hash_needs_a_wheel(mini: Mini, arguments: list[str], capsys) -> None:

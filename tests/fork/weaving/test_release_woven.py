@@ -50,3 +50,9 @@ def test_both_devices_are_pinned_for_both_machines() -> None:
             assert upstream.version in pin.file
     with pytest.raises(BuildFailure, match="build upstream"):
         upstream.pin("cuda", "ppc64le")
+
+
+def test_the_next_release_is_pinned_for_cuda() -> None:
+    upstream = load_upstream(HERE.pins, "0.33.0")
+    assert {device for device, _ in upstream.wheels} == {"cuda"}
+    assert all(upstream.version in pin.file for pin in upstream.wheels.values())
