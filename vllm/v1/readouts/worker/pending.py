@@ -222,12 +222,16 @@ class OutputWithAdditions(AsyncModelRunnerOutput):
     """Wraps a step's asynchronous output and adds further results to it."""
 
     def __init__(self, output: AsyncModelRunnerOutput, additions: Additions) -> None:
-        self._output = output
+        self._output: Any = output
         self._additions = additions
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the device and return the output with its additions."""
         return self._additions.put(self._output.get_output())
+
+    def get_kv_connector_output(self) -> Any:
+        """What upstream, from 0.33.0 on, keeps of a step whose output failed."""
+        return self._output.get_kv_connector_output()
 
 
 def attach(output: Any, additions: Additions) -> Any:
