@@ -232,7 +232,7 @@ def main() -> None:
     if args.out is not None:
         for found in report["sides"].values():
             del found["values"]
-        reports.save(report, args.out)
+        reports.write(report, args.out)
 
 
 if __name__ == "__main__":

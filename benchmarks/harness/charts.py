@@ -225,6 +225,14 @@ def _ranks(report: Report) -> list[Panel]:
     ]
 
 
+def _patching(report: Report) -> list[Panel]:
+    rows = [
+        Row(name, (spread(side.get("all", [side["seconds"]])),))
+        for name, side in report["sides"].items()
+    ]
+    return [Panel("seconds of all cells", tuple(rows), is_ratio=False)]
+
+
 def _steered_prompts(report: Report) -> list[Panel]:
     rows = [
         Row(name, (mark(found),), goals.STEERED_PROMPTS)
@@ -375,6 +383,7 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "delivery": ("Rows to the caller, to files and over HTTP", _delivery),
     "ranks": ("Tokens generated over several GPUs", _ranks),
     "readouts": ("Readouts of an engine", _readouts),
+    "patching": ("A patching sweep, and the same by hooks in Transformers", _patching),
     "steered_prompts": (
         "Prompts of 4,096 tokens with an operation at every layer",
         _steered_prompts,

@@ -51,6 +51,17 @@ def rows_of(report: dict[str, Any]) -> dict[str, dict[str, Row]]:
     }
 
 
+def test_a_sweeps_sides_are_drawn_by_their_seconds() -> None:
+    sides = {
+        "ours 64": {"seconds": 2.0, "all": [1.0, 2.0, 4.0]},
+        "loop 1": {"seconds": 9},
+    }
+    report = {"command": "python benchmarks/patching.py --out x.json", "sides": sides}
+    (rows,) = rows_of(report).values()
+    assert rows["ours 64"].marks == (Mark(2.0, 1.0, 4.0),)
+    assert rows["loop 1"].marks == (Mark(9, 9, 9),)
+
+
 def test_pages_link_every_committed_result() -> None:
     pages = [
         *RESULTS.parent.rglob("*.md"),

@@ -6,11 +6,13 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from vllm.patching.picture import as_html, check_can_draw
+from tests.support.browser import opened
+from vllm.patching.picture import check_can_draw
 from vllm.patching.result import Found, PatchResult, Skipped
 from vllm.v1.steering.errors import SteeringValidationError
 
@@ -58,17 +60,26 @@ def test_plain_data_has_none_for_what_is_missing() -> None:
     assert found["skipped"][0]["reason"] == "no counterpart"
 
 
-def test_a_notebook_shows_a_table_in_which_text_is_escaped() -> None:
-    shown = as_html(result())
-    assert shown.count("<td") == 4 and "&lt;a&gt; 0" in shown and "<a>" not in shown
-    heads = result(heads=(0, 1), values={"z": np.zeros((2, 2, 2), dtype=np.float32)})
-    assert as_html(heads).count("<table>") == 2
-    single = result(
-        heads=(0, 1),
-        positions=((0,),),
-        values={"z": np.ones((2, 2, 1), dtype=np.float32)},
-    )
-    assert as_html(single).count("<table>") == 1
+def test_a_saved_map_shows_changes_from_the_unpatched_prompt(tmp_path: Path) -> None:
+    grid = np.array([[[0.5, 1.0], [math.nan, 2.0]]] * 2, dtype=np.float32)
+    found = result(heads=(3, 7), values={"z": grid}, clean=1.0, corrupt=math.nan)
+    found.save_html(tmp_path / "map.html")
+    with opened() as tab:
+        tab.goto((tmp_path / "map.html").as_uri())
+        tab.focus(".heatmap canvas")
+        tab.keyboard.press("ArrowRight")
+        tab.keyboard.press("ArrowDown")
+        assert "layer 2 head 7, position 0 <a>" in tab.inner_text(".reading")
+        assert tab.errors == []
+
+
+def test_a_notebook_shows_the_map_and_without_the_client_text() -> None:
+    shown = result()._repr_html_()
+    assert shown is not None and "sandbox" in shown and "<a>" not in shown
+    with mock.patch.dict("sys.modules", {"clearbox_client.html": None}):
+        assert result()._repr_html_() is None
+        with pytest.raises(SteeringValidationError, match="pip install"):
+            result().save_html("map.html")
 
 
 @pytest.mark.skipif(
@@ -89,4 +100,4 @@ def test_a_table_has_a_row_for_each_cell() -> None:
 
 def test_a_result_of_nothing_is_shown() -> None:
     empty = result(values={"z": np.full((2, 2), np.nan, dtype=np.float32)})
-    assert empty.top() == [] and "<table>" in as_html(empty)
+    assert empty.top() == [] and "null" in str(empty._repr_html_())

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the maps of a sweep: with matplotlib, and as a table for notebooks."""
+"""Draws the maps of a sweep: with matplotlib, or by the code of the page `/lens`."""
 
-import html
-import math
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -10,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm.patching.result import PatchResult, Values
+from vllm.patching.result import PatchResult
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-MOST_COLUMNS = 128
-"""Most columns of a table in a notebook."""
 
 
 def draw(result: PatchResult, path: str | PathLike[str] | None) -> "Figure":
@@ -82,40 +77,29 @@ def check_can_draw(path: str | PathLike[str] | None) -> None:
         ) from None
 
 
-def as_html(result: PatchResult) -> str:
-    """Tables with coloured cells, a row for each layer, the last one first."""
-    most = _largest(result)
-    head = "".join(
-        f"<th style='writing-mode:vertical-rl;font-weight:normal'>{html.escape(one)}"
-        "</th>"
-        for one in _labels(result)[:MOST_COLUMNS]
-    )
-    parts = [f"<p>{html.escape(repr(result))}</p>"]
-    for title, values in _maps(result):
-        rows = [
-            f"<tr><th>{layer}</th>{_row(result, row, most)}</tr>"
-            for layer, row in zip(result.layers, values, strict=True)
-        ]
-        parts.append(
-            f"<table><caption>{html.escape(title)}</caption><tr><th></th>{head}</tr>"
-            f"{''.join(reversed(rows))}</table>"
-        )
-    return "".join(parts)
+def page_parts(result: PatchResult) -> list[dict[str, Any]]:
+    """The maps, as `clearbox_client.html` draws them."""
+    sweep = result.as_json()
+    return [{"kind": "patch", "sweep": {**sweep, "grids": sweep.pop("values")}}]
 
 
-def _row(result: PatchResult, row: Values, most: float) -> str:
-    cells = []
-    for value in row[:MOST_COLUMNS].tolist():
-        color = "#eee"
-        if not math.isnan(value):
-            share = (value - result.baseline) / most
-            other = round(255 * (1 - min(abs(share), 1.0)))
-            red, blue = (other, 255) if share > 0 else (255, other)
-            color = f"rgb({red},{other},{blue})"
-        cells.append(
-            f"<td style='background:{color};min-width:1em' title='{value:.4g}'></td>"
-        )
-    return "".join(cells)
+def save_html(result: PatchResult, path: str | PathLike[str]) -> None:
+    """Write one HTML file of the maps, which loads nothing.
+
+    Raises:
+        SteeringValidationError: clearbox-client, which draws them, is not installed.
+
+    """
+    try:
+        from clearbox_client.html import document
+    except ImportError:
+        raise fail(
+            "save_html: the client draws the maps: pip install clearbox-client; "
+            "heatmap draws them with matplotlib",
+            "path",
+            str(path),
+        ) from None
+    Path(path).write_text(document(page_parts(result)), encoding="utf-8")
 
 
 def _maps(result: PatchResult) -> Iterator[tuple[str, Any]]:

@@ -127,10 +127,26 @@ class PatchResult:
             "skipped": [one._asdict() for one in self.skipped],
         }
 
-    def _repr_html_(self) -> str:
-        from vllm.patching.picture import as_html
+    def save_html(self, path: str | PathLike[str]) -> None:
+        """Write one HTML file of the maps, which loads nothing; needs clearbox-client.
 
-        return as_html(self)
+        Raises:
+            SteeringValidationError: the client is not installed.
+
+        """
+        from vllm.patching.picture import save_html
+
+        save_html(self, path)
+
+    def _repr_html_(self) -> str | None:
+        """The maps in a notebook; None, so that it shows text, without the client."""
+        from vllm.patching.picture import page_parts
+
+        try:
+            from clearbox_client.html import frame
+        except ImportError:
+            return None
+        return frame(page_parts(self))
 
 
 def plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ export function PatchMap({ sweep, hook, picked, onPick, version }) {
     <p>clean ${short(sweep.clean ?? NaN)}, corrupt ${short(sweep.corrupt ?? NaN)}${
       sweep.noise_floor === undefined ? "" : `, noise floor ${short(sweep.noise_floor ?? NaN)}`}</p>
     <${Heatmap} rows=${layers.length * each} columns=${positions.length} value=${value} version=${version}
-      zero=${sweep.corrupt ?? 0}
+      zero=${sweep.metric === "recovered" ? 0 : sweep.corrupt ?? sweep.clean ?? 0}
       rowName=${rowName} columnName=${columnName} onPick=${onPick} picked=${picked}
       rowLabel=${(row) => heads ? `${layers[Math.floor(row / each)]}.${heads[row % each]}` : `L${layers[row]}`}
       label=${`Patching map at ${hook}`} /></section>`;
