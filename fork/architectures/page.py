@@ -75,9 +75,14 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
         yield f"rule: {layer.rule}"
     if layer.meaning:
         yield layer.meaning
-    elif layer.no_mlp:
-        yield f"without mlp_in and mlp_out: {layer.no_mlp}"
+    yield from _lacking(layer)
     yield from (f"refused with {reason}" for reason in layer.unless)
+
+
+def _lacking(layer: LayerReport) -> Iterator[str]:
+    for reason in dict.fromkeys(layer.lacks.values()):
+        points = [point for point, why in layer.lacks.items() if why == reason]
+        yield f"without {' and '.join(points)}: {reason}"
 
 
 def page(rows: list[ArchitectureReport], results: Results) -> str:
@@ -214,8 +219,7 @@ def _conditions(row: ArchitectureReport) -> Iterator[str]:
             yield f"{layer.name}: {layer.refused}"
         if layer.meaning:
             yield f"{layer.name}: {layer.meaning}"
-        elif layer.no_mlp:
-            yield f"{layer.name}: without mlp_in and mlp_out, {layer.no_mlp}"
+        yield from (f"{layer.name}: {text}" for text in _lacking(layer))
         yield from (f"refused with {reason}" for reason in layer.unless)
     if row.note and row.layers and not row.wraps and row.table != LIBRARY:
         yield row.note

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,8 +38,8 @@ class LayerReport:
     """Why it has no hook points; empty if it has some."""
     unless: tuple[str, ...] = ()
     """Configurations that are refused when the server starts."""
-    no_mlp: str = ""
-    """Why it lacks `mlp_in` and `mlp_out`; empty if it has them."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """The optional points that it does not have, each with the reason."""
     meaning: str = ""
     """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
 
@@ -207,6 +207,6 @@ def _layer(path: str, layer: TappedLayer | RefusedLayer) -> LayerReport:
         points=layer.points,
         rule=layer.rule,
         unless=layer.unless,
-        no_mlp=layer.no_mlp,
+        lacks=layer.lacks,
         meaning=layer.meaning,
     )

@@ -3,24 +3,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import libcst as cst
 
+from .added_points import (
+    ADDED_POINTS,
+    ATTN_ADD,
+    MLP_ADD,
+    is_partial,
+    place_added,
+    prove_added,
+    stream_behind,
+)
 from .anchors import resolve
 from .events import Trace
 from .finding import decoder_layers, may_hold_layers
 from .insertion import Decoration, insert
 from .interpreter import Interpreter
 from .layer_class import LayerClass, Module
-from .mlp_points import MLP_POINTS, adds_mlp_out, place_mlp, prove_mlp
-from .placement import BLOCK, Site, final_terms, place
+from .mlp_points import MLP_POINTS, place_mlp, prove_mlp
+from .placement import BLOCK, POST, PRE, Site, final_terms, place
 from .proof import prove
 from .rules import NOT_TAPPED, REFUSED, RULES, Rule
 from .stream import Role, Unprovable, sublayers
 
 _NO_RULE = Rule(reason="")
+_ORDER = (PRE, ATTN_ADD, POST, *MLP_POINTS, MLP_ADD, BLOCK)
+"""The points in the order of the forward pass."""
 _ADVICE = "add a rule or a refusal in rules.py"
 
 
@@ -36,10 +48,10 @@ class TappedLayer:
     """The base class whose woven `forward` it runs, if it has none of its own."""
     unless: tuple[str, ...] = ()
     """Reasons for which individual layers are refused at start-up."""
-    no_mlp: str = ""
-    """Why it lacks `mlp_in` and `mlp_out`; empty if it has them."""
-    adds_mlp_out: bool = False
-    """Whether it adds what `mlp_out` holds to the stream, unchanged."""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """The optional points that it does not have, each with the reason."""
+    partial: tuple[str, ...] = ()
+    """The points that it has with one tensor-parallel rank only."""
     meaning: str = ""
     """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
 
@@ -134,9 +146,8 @@ class _Plan:
     cls: LayerClass
     rule: Rule
     sites: tuple[Site, ...]
-    mlp_sites: tuple[Site, ...] = ()
-    adds_mlp_out: bool = False
-    no_mlp: str = ""
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
     meaning: str = ""
 
     @property
@@ -144,7 +155,9 @@ class _Plan:
         return self.cls.name
 
     def points(self) -> tuple[str, ...]:
-        return self.rule.points + (MLP_POINTS if self.mlp_sites else ())
+        placed = {site.point for site in self.sites}
+        optional = (*MLP_POINTS, *ADDED_POINTS)
+        return self.rule.points + tuple(p for p in optional if p in placed)
 
     def described(self) -> TappedLayer:
         own = "forward" in self.cls.methods
@@ -154,8 +167,8 @@ class _Plan:
             rule=self.rule.reason,
             inherits="" if own else self.cls.bases[0],
             unless=tuple(self.rule.unless.values()),
-            no_mlp=self.no_mlp,
-            adds_mlp_out=self.adds_mlp_out,
+            lacks=self.lacks,
+            partial=self.partial,
             meaning=self.meaning,
         )
 
@@ -167,22 +180,35 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
     if "forward" not in cls.methods:
         return _Plan(cls, rule, ())
     meaning = _meaning(_traces(cls, rule)) if rule.proven else ""
-    without = _Plan(cls, rule, _sites(cls, rule), meaning=meaning)
+    traces = _traces(cls, rule)
+    plan = _Plan(cls, rule, _sites(cls, rule), meaning=meaning)
+    plan = _with(plan, parsed, MLP_POINTS, lambda early: place_mlp(traces, early))
+    for point in ADDED_POINTS:
+        place = partial(place_added, traces, point)
+        plan = _with(plan, parsed, (point,), place)
+    return plan
+
+
+def _with(
+    plan: _Plan,
+    parsed: Module,
+    points: tuple[str, ...],
+    place: Callable[[bool], list[Site]],
+) -> _Plan:
+    """The plan with optional points, or with the reason why the layer lacks them."""
     reason = ""
     for early in (False, True):
         try:
-            sites = tuple(place_mlp(_traces(cls, rule), early))
-            plan = replace(without, mlp_sites=sites)
-            woven = _woven(parsed, [plan])
-            traces = _traces(woven.classes[name], rule)
-            for trace in traces:
-                prove_mlp(trace)
-            _prove(woven, plan)
+            added = replace(plan, sites=(*plan.sites, *place(early)))
+            traces = _prove(_woven(parsed, [added]), added)
         except Unprovable as error:
             reason = reason or str(error)
         else:
-            return replace(plan, adds_mlp_out=adds_mlp_out(traces))
-    return replace(without, no_mlp=reason)
+            summed_later = [
+                p for p in points if p in ADDED_POINTS and is_partial(traces, p)
+            ]
+            return replace(added, partial=(*plan.partial, *summed_later))
+    return replace(plan, lacks={**plan.lacks, **dict.fromkeys(points, reason)})
 
 
 def _meaning(traces: list[Trace]) -> str:
@@ -200,21 +226,35 @@ def _woven(parsed: Module, plans: list[_Plan]) -> Module:
     if not own:
         return parsed
     sites = [
-        replace(site, run=plan.rule.run, split_when=plan.rule.split.get(site.point, ""))
+        replace(
+            site,
+            run=plan.rule.run,
+            split_when=plan.rule.split.get(stream_behind(site.point), ""),
+        )
         for plan in own
-        for site in (*plan.sites, *plan.mlp_sites)
+        for site in sorted(plan.sites, key=lambda site: _ORDER.index(site.point))
     ]
     records = {
-        p.cls.node: Decoration(p.points(), p.rule.unless, p.rule.runs, p.adds_mlp_out)
+        p.cls.node: Decoration(p.points(), p.rule.unless, p.rule.runs, p.partial)
         for p in own
     }
     return Module(insert(parsed.tree, sites, records))
 
 
-def _prove(woven: Module, plan: _Plan) -> None:
-    if plan.sites and plan.rule.proven:
-        for trace in _traces(woven.classes[plan.name], plan.rule):
+def _prove(woven: Module, plan: _Plan) -> list[Trace]:
+    if not plan.sites:
+        return []
+    points = plan.points()
+    traces = _traces(woven.classes[plan.name], plan.rule)
+    for trace in traces:
+        if plan.rule.proven:
             prove(trace, several_mixers=plan.rule.several_mixers)
+        if set(MLP_POINTS) <= set(points):
+            prove_mlp(trace)
+        for point in ADDED_POINTS:
+            if point in points:
+                prove_added(trace, point)
+    return traces
 
 
 def _traces(cls: LayerClass, rule: Rule) -> list[Trace]:

@@ -31,6 +31,7 @@ class Event:
     - `fused`: an add-norm is about to run on `tensors`;
     - `add`: `names[0]` now refers to a sum;
     - `made`: `names[0]` now refers to the result of a sublayer;
+    - `sum`: an expression adds two tensors;
     - `mlp`: an MLP is called on `tensors`;
     - `tap`: a hook point on `tensors`;
     - `value`: a hook point on a tensor beside the stream;
@@ -44,7 +45,7 @@ class Event:
     holding: Holding = ()
     """For `add` before its statement, for `made` after it."""
     node: cst.CSTNode | None = None
-    """For `mlp`: the call."""
+    """For `mlp`: the call; for `sum` and `return`: the expression or statement."""
 
     def held(self) -> frozenset[Term]:
         """The terms of all its tensors."""

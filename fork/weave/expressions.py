@@ -52,6 +52,7 @@ class Expressions(ABC):
             return NONE if node.value == "None" else self.env.get(node.value)
         if isinstance(node, cst.BinaryOperation):
             left, right = self.value(node.left), self.value(node.right)
+            self.sum(node, node.operator, (node.left, left), (node.right, right))
             return self.combine(node.operator, left, right, code(node))
         if isinstance(node, cst.IfExp):
             return self.value(node.body if self.decide(node.test) else node.orelse)
@@ -63,6 +64,18 @@ class Expressions(ABC):
         if not held or isinstance(node, cst.Comparison | cst.BooleanOperation):
             return None
         return made(code(node), Role.OTHER, held)
+
+    def sum(
+        self,
+        node: cst.CSTNode,
+        operator: cst.CSTNode,
+        *operands: tuple[cst.BaseExpression, Value],
+    ) -> None:
+        """Note that an expression or statement adds two tensors."""
+        tensors = tuple(v.copy() for _, v in operands if isinstance(v, Tensor))
+        if isinstance(operator, cst.Add | cst.AddAssign) and len(tensors) == 2:
+            names = tuple(code(operand) for operand, _ in operands)
+            self.event("sum", names, tensors, node=node)
 
     def combine(
         self, operator: cst.CSTNode, left: Value, right: Value, text: str

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import indent
+from typing import Any
 
 import libcst as cst
 import libcst.matchers as m
@@ -33,13 +34,13 @@ class Decoration:
     points: tuple[str, ...]
     unless: Mapping[str, str]
     runs: str = ""
-    adds_mlp_out: bool = False
-    """Whether the layer adds what `mlp_out` holds to the stream, unchanged."""
+    partial: tuple[str, ...] = ()
+    """The points that hold partial sums where there are several ranks."""
 
     def decorator(self) -> cst.Decorator:
         """The decorator that records the points."""
         points = ", ".join(f'"{point}"' for point in self.points)
-        facts = ", adds_mlp_out=True" if self.adds_mlp_out else ""
+        facts = f", partial={self.partial}" if self.partial else ""
         text = f"residual_tap.tapped({points}{facts})"
         return cst.Decorator(cst.parse_expression(text))
 
@@ -118,13 +119,13 @@ class _Writer(cst.CSTTransformer):
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
         return self.around(original_node, updated_node)
 
-    def leave_Call(
-        self, original_node: cst.Call, updated_node: cst.Call
-    ) -> cst.BaseExpression:
-        for site in (s for s in self.sites if s.statement is original_node):
-            wrapped = replace(site, arguments=(code(updated_node),))
-            return cst.parse_expression(call(wrapped))
-        return updated_node
+    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        updated = super().on_leave(original_node, updated_node)
+        if isinstance(updated, cst.BaseExpression):
+            for site in (s for s in self.sites if s.statement is original_node):
+                wrapped = replace(site, arguments=(code(updated),))
+                updated = cst.parse_expression(call(wrapped))
+        return updated
 
     def leave_If(
         self, original_node: cst.If, updated_node: cst.If

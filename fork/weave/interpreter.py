@@ -216,6 +216,7 @@ class _Path(Expressions):
                 raise Unprovable(f"{code(node.target)} is written in part")
             return
         before = self.holding()
+        self.sum(node, node.operator, (node.target, held), (node.value, operand))
         result = self.combine(node.operator, held, operand, code(node))
         held.terms = result.terms if isinstance(result, Tensor) else {}
         held.split = isinstance(result, Tensor) and result.split
@@ -252,7 +253,8 @@ class _Path(Expressions):
             values = self.several(node.value, both)
         if self.depth == 0:
             tensors = tuple(v if isinstance(v, Tensor) else None for v in values)
-            self.event("return", tuple(code(part) for part in parts), tensors)
+            names = tuple(code(part) for part in parts)
+            self.event("return", names, tensors, node=node)
         raise _Returned(values)
 
     def run_method(self, method: cst.FunctionDef, node: cst.Call) -> list[Value]:

@@ -106,8 +106,11 @@ def prove_mlp(trace: Trace) -> None:
     Raises:
         Unprovable: a point does not hold; the message names it and says why.
     """
-    taps = [event for event in trace.events if event.kind == "value"]
-    met = tuple(event.label for event in taps)
+    met = tuple(
+        event.label
+        for event in trace.events
+        if event.kind == "value" and event.label in MLP_POINTS
+    )
     if met != MLP_POINTS:
         raise Unprovable(f"a path meets {', '.join(met) or 'no point of the MLP'}")
     if any(t.role is Role.MLP for t in _reached(final_terms(trace).keys(), {MLP_OUT})):
@@ -125,31 +128,6 @@ def prove_mlp(trace: Trace) -> None:
                 t.point == MLP_OUT and w.reductions for t, w in tensor.terms.items()
             ):
                 raise Unprovable(f"{MLP_OUT} is reduced over ranks after it")
-
-
-def adds_mlp_out(traces: Sequence[Trace]) -> bool:
-    """Whether every path adds to the stream what `mlp_out` holds, unchanged.
-
-    A norm behind the MLP makes another term of it, and a multiplier scales it.
-
-    Args:
-        traces: all paths through the woven layer.
-    """
-    return all(_adds_mlp_out(trace) for trace in traces)
-
-
-def _adds_mlp_out(trace: Trace) -> bool:
-    taps = [event for event in trace.events if event.kind == "tap"]
-    if not taps or taps[-1].label.split()[1] != BLOCK:
-        return False
-    leaving = [
-        (term.point, weight.scalings)
-        for tensor in taps[-1].tensors
-        if tensor is not None
-        for term, weight in tensor.terms.items()
-    ]
-    scaled = any(scalings for _, scalings in leaving)
-    return not scaled and any(point == MLP_OUT for point, _ in leaving)
 
 
 def _mixers(trace: Trace) -> set[Term]:

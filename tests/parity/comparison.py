@@ -13,7 +13,7 @@ import torch
 from tests.parity.bounds import Bounds, Expected, generated
 from tests.parity.distance import relative
 from tests.parity.engine import Answer, Answers
-from tests.parity.recipe import ORDER
+from tests.parity.recipe import ADDED, ORDER
 from tests.parity.reference import Reference, Stream, Tap
 
 
@@ -46,7 +46,8 @@ def compare(answers: Answers, reference: Reference, bounds: Bounds) -> Compared:
     """Compare all requests of a case with the library's model in float32."""
     compared = Compared(tolerance=bounds.largest)
     expected_taps = {(i, h) for i, hooks in answers.hook_points.items() for h in hooks}
-    unknown = expected_taps - reference.points.keys()
+    checked_by_sums = {tap for tap in expected_taps if tap[1] in ADDED}
+    unknown = expected_taps - reference.points.keys() - checked_by_sums
     if unknown:
         compared.wrong_rows.append(f"the reference has no {sorted(unknown)}")
         return compared
@@ -59,7 +60,7 @@ def compare(answers: Answers, reference: Reference, bounds: Bounds) -> Compared:
             compared.wrong_rows.append(f"{answer.steered}: rows of other taps came")
         elif answer.steered is None:
             _plain(answer, reference, bounds, compared)
-            if answers.equal_points and answers.dtype is torch.float32:
+            if answers.dtype is torch.float32:
                 _check_added(answer, compared)
         else:
             _steered(answer, answer.steered, reference, bounds, compared)
@@ -67,17 +68,23 @@ def compare(answers: Answers, reference: Reference, bounds: Bounds) -> Compared:
 
 
 def _check_added(answer: Answer, compared: Compared) -> None:
-    """TransformerLens' `hook_mlp_out` is what is added between its streams."""
-    for layer, hook in answer.rows:
-        if hook != "mlp_out" or (layer, "post_attn") not in answer.rows:
-            continue
-        before, added, after = (
-            answer.rows[layer, point]
-            for point in ("post_attn", "mlp_out", "post_block")
-        )
-        error = ((before + added - after).norm() / after.norm()).item()
-        if error > compared.tolerance:
-            compared.wrong_rows.append(f"mlp_add of layer {layer}: {error:.2g}")
+    """What the branches add makes each point of the stream of the one before."""
+    rows = answer.rows
+    layers = sorted({layer for layer, _ in rows})
+    sums = [([(0, "embed")], (0, "pre_attn"))]
+    for layer in layers:
+        pre, post, block = ((layer, hook) for hook in ORDER)
+        sums.append(([pre, (layer, "attn_add")], post))
+        sums.append(([post, (layer, "mlp_add")], block))
+    added = [(layer, hook) for layer in layers for hook in ADDED[1:]]
+    sums.append(([(0, "embed"), *added], (layers[-1], "post_block")))
+    for summands, whole in sums:
+        if rows.keys() >= {*summands, whole}:
+            total = torch.stack([rows[tap] for tap in summands]).sum(0)
+            error = relative(total, rows[whole])
+            if not error <= compared.tolerance:
+                wrong = f"{summands} sum to {whole} with an error of {error:.2g}"
+                compared.wrong_rows.append(wrong)
 
 
 def _check_rows(
@@ -85,6 +92,8 @@ def _check_rows(
 ) -> None:
     who = f"steered at {answer.steered}" if answer.steered else "plain"
     for tap, rows in answer.rows.items():
+        if tap[1] in ADDED:
+            continue
         error = relative(rows, expected[tap])
         compared.row_error = max(compared.row_error, error)
         if not error <= (bound := bounds.rows[tap]):

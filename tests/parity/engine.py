@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.parity.cases import VOCABULARY, Case
+from tests.parity.recipe import ADDED
 from tests.parity.reference import Stream, Tap
 from tests.parity.stand_ins import stand_in
 
@@ -38,8 +39,6 @@ class Answers:
     hook_points: dict[int, tuple[str, ...]]
     dtype: torch.dtype
     requests: list[Answer]
-    equal_points: dict[str, str]
-    """Names of other systems that mean one of the hook points in this model."""
 
 
 def tokens(length: int, seed: int) -> list[int]:
@@ -81,7 +80,6 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
     from tests.support.captured import Keeper
     from vllm import LLM, SamplingParams
     from vllm.model_executor.models import registry
-    from vllm.v1.residual.addresses import equal_points, without_aliases
 
     stand_in(case.stand_ins)
     # Upstream inspects every model class in a new process, once per version of its
@@ -103,15 +101,20 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
         "logprobs_mode": "raw_logits",
         "seed": 0,
         "capture_consumers": [keeper],
-        "mlp_hook_points": True,
+        "hook_points": ["mlp_in", "mlp_out", *ADDED],
         "enable_steering": True,
         "max_steering_configs": 8,
     }
     llm = LLM(**arguments | dict(case.engine) | options)
     engine = llm.llm_engine
     named = engine.vllm_config.capture_config.hook_points or {}
-    points = without_aliases(named)
-    taps = [(layer, hook) for layer in sorted(points) for hook in points[layer]]
+    points = {layer: tuple(names) for layer, names in named.items()}
+    taps = [
+        (layer, hook)
+        for layer in sorted(points)
+        for hook in points[layer]
+        if hook not in ADDED
+    ]
     assert 0 < len(taps) <= MAX_TAPS, f"{len(taps)} taps"
     asked = requests(taps)
     spec = {"hooks": _by_hook(points), "positions": "all"}
@@ -147,4 +150,4 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
         )
         for (tap, prompt), output in zip(asked, outputs)
     ]
-    return Answers(points, case.torch_dtype, answers, equal_points(named))
+    return Answers(points, case.torch_dtype, answers)

@@ -14,6 +14,8 @@ from torch import nn
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 ORDER = HOOKS[:3]
 """The points of the stream, in the order of a pass."""
+ADDED = ("embed", "attn_add", "mlp_add")
+"""What enters the stream: its points, which are compared, are sums of these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 
 from tests.parity.cases import Case
 from tests.parity.comparison import Compared
-from tests.parity.recipe import HOOKS
+from tests.parity.recipe import ADDED, HOOKS
 
 RESULTS = Path(__file__).with_name("results.json")
 Entry = dict[str, Any]
@@ -41,7 +41,7 @@ def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
         "proven": not compared.problems,
         "max_relative_error": float(f"{compared.row_error:.2g}"),
         "intervention_error": float(f"{compared.change_error:.2g}"),
-        "hook_points": [hook for hook in HOOKS if hook in offered],
+        "hook_points": [hook for hook in (*HOOKS, *ADDED) if hook in offered],
         "tolerance": float(f"{compared.tolerance:.2g}"),
         **({"notes": case.notes} if case.notes else {}),
         **({"reason": compared.problems[0]} if compared.problems else {}),
@@ -91,7 +91,7 @@ def _entry(case: Case, device: str, cases: dict[str, Entry]) -> Entry:
         "dtype": case.dtype,
         "device": device,
         "variants": sorted(proven),
-        "hook_points": [hook for hook in HOOKS if hook in hooks],
+        "hook_points": [hook for hook in (*HOOKS, *ADDED) if hook in hooks],
         "date": datetime.now(UTC).date().isoformat(),
         "cases": dict(sorted(cases.items())),
     }

@@ -62,7 +62,7 @@ def answers(model: Any) -> Answers:
     for answer in asked:
         got = bounds.Expected(model, answer)
         found.append(Answer(answer.steered, FED, PROMPT, got.rows, got.logits))
-    return Answers({0: ORDER}, torch.bfloat16, found, {})
+    return Answers({0: ORDER}, torch.bfloat16, found)
 
 
 def problems(error: float, cost: float) -> tuple[list[str], list[str]]:

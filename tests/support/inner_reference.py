@@ -82,6 +82,16 @@ class InnerReference:
         self._entering(mlp, (index, "mlp_in"))
         self._leaving(mlp, (index, "mlp_out"))
         self._leaving(layer, (index, "post_block"))
+        if index == 0:
+            self._entering(layer, (0, "embed"))
+        # Gemma 2 adds the output of norms behind both sublayers.
+        behind = hasattr(layer, "post_feedforward_layernorm")
+        self._leaving(
+            layer.post_attention_layernorm if behind else attention, (index, "attn_add")
+        )
+        self._leaving(
+            layer.post_feedforward_layernorm if behind else mlp, (index, "mlp_add")
+        )
         if (down := child(mlp, DOWN)) is not None:
             self._entering(down, (index, "mlp_act"))
         if (gate := child(mlp, ("gate",))) is not None:

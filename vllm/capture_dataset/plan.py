@@ -48,8 +48,6 @@ class Plan:
         """
         tokens = Tokens(runner.tokenizer, survey.spec.chat, survey.spec.truncate)
         model = replace(runner.model, tokenizer=tokens.digest())
-        hooks = dict.fromkeys(model.equal_points.get(h, h) for h in rows.hooks)
-        rows = replace(rows, hooks=tuple(hooks))
         rows = replace(rows, layers=_layers(rows, model))
         if output.format == "saelens":
             _check_names(rows, model)
@@ -256,7 +254,7 @@ def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:
                     f"layers: layer {layer} of this model of {model.num_layers} layers "
                     f"has no hook point {hook!r}; layer 0 has "
                     f"{list(model.hook_points.get(0, ()))}"
-                    f"{why_not(hook, model.hook_points.get(layer, ()))}",
+                    f"{why_not(hook)}",
                     "layers",
                     layer,
                 )

@@ -97,7 +97,6 @@ class ServerRunner:
                 "server",
                 self._url,
             )
-        self._equal_points = status.get("equal_points", {})
         self._other_widths = status.get("other_widths", {})
         return {
             int(layer): tuple(points) for layer, points in status["hook_points"].items()
@@ -119,7 +118,6 @@ class ServerRunner:
             max_model_len=int(model["max_model_len"]),
             dtype=dtype,
             hook_points=self._points,
-            equal_points=self._equal_points,
             other_widths=self._other_widths,
         )
 

@@ -200,7 +200,6 @@ def _facts_of(llm: "LLM") -> ModelFacts:
         hidden_size=model.get_hidden_size(),
         max_model_len=model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
-        equal_points=status["equal_points"],
         other_widths=status["other_widths"],
         hook_points={
             int(layer): tuple(points) for layer, points in status["hook_points"].items()

@@ -103,8 +103,6 @@ class ModelFacts:
     dtype: str
     """Dtype of the residual stream, such as `bfloat16`."""
     hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    equal_points: dict[str, str] = field(default_factory=dict)
-    """Second names of hook points, see `residual/addresses.py`."""
     other_widths: dict[str, int] = field(default_factory=dict)
     """Numbers per row of the points `HOOK.LAYER` that are not as wide as the stream."""
 
@@ -112,6 +110,5 @@ class ModelFacts:
         """The model's entry in the manifest."""
         facts = asdict(self)
         facts.pop("hook_points")
-        facts.pop("equal_points")
         facts.pop("other_widths")
         return facts

@@ -8,7 +8,7 @@ import torch
 
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import SamplingParams
-from vllm.v1.residual.addresses import own_tap, parse_address
+from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def taps_of(addresses: Sequence[str]) -> dict[str, Tap]:
             raise ValueError(
                 f"{address!r} is not a hook point that is served here; use for "
                 "example 'blocks.3.hook_resid_post', 'resid_pre.0' or, on a server "
-                "with --mlp-hook-points, 'mlp_out.3'"
+                "with --hook-points mlp_out, 'mlp_out.3'"
             )
         taps[address] = tap
     return taps
@@ -76,11 +76,9 @@ def prompt_rows(
         CPU and in the model's dtype.
 
     """
-    points = llm.llm_engine.vllm_config.capture_config.hook_points or {}
     params = SamplingParams(
         max_tokens=1, temperature=0, detokenize=False, capture=capture_spec(taps)
     )
     prompts = [TokensPrompt(prompt_token_ids=list(ids)) for ids in tokens]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    rows = [rows_of(output) for output in outputs]
-    return [{tap: own[own_tap(tap, points)] for tap in taps} for own in rows]
+    return [rows_of(output) for output in outputs]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.patching.places import Column
-from vllm.v1.residual.addresses import hook_name, own_point, why_not
+from vllm.v1.residual.addresses import hook_name, why_not
 from vllm.v1.residual.bounds import listed, shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import as_list, parse_layers
@@ -143,14 +143,10 @@ def grid_of(
 def _hook(name: Any, facts: Facts) -> tuple[str, frozenset[int]]:
     """Our name of a hook point, and the layers that have it."""
     known = hook_name(name) if isinstance(name, str) else None
-    for points in facts.hook_points.values():
-        if known is not None and own_point(known, points) in points:
-            known = own_point(known, points)
-            break
     having = [n for n, points in facts.hook_points.items() if known in points]
     if known is None or not having:
         every = sorted({point for one in facts.hook_points.values() for point in one})
-        why = "" if known is None else why_not(known, every)
+        why = "" if known is None else why_not(known)
         raise fail(
             f"hooks: this engine has no hook point {shown(name)}; it has {every}"
             f"{why}. Points inside the block need --hook-points",

@@ -40,7 +40,7 @@ def test_a_layer_has_the_points_of_the_forward_that_it_inherits(rows) -> None:
         "HeirDecoderLayer",
     )
     assert layer.points == base.points
-    assert layer.points[3:] == ("mlp_in", "mlp_out")
+    assert layer.points[3:] == ("mlp_in", "mlp_out", "attn_add", "mlp_add")
 
 
 def test_what_wraps_a_named_model_has_its_layers(rows) -> None:

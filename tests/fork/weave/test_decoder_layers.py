@@ -19,14 +19,14 @@ def woven(source: str) -> WeaveResult:
 
 
 def taps(source: str) -> list[str]:
-    """The inserted calls, in the order of the text, without MLP points."""
+    """The inserted calls, in the order of the text, without optional points."""
     before = {line.strip() for line in source.splitlines()}
     text = woven(source).source or ""
     lines = [line.strip() for line in text.splitlines()]
     return [
         line.removeprefix("@").replace("residual_tap.", "").replace("self, ", "")
         for line in lines
-        if "residual_tap." in line and line not in before and '"mlp_' not in line
+        if "residual_tap." in line and line not in before and "value(" not in line
         if not line.startswith("@")
     ]
 
@@ -142,27 +142,48 @@ def test_every_return_is_tapped() -> None:
 def test_the_points_are_recorded_on_the_class() -> None:
     text = woven(mini.PLAIN).source or ""
     record = '@residual_tap.tapped("pre_attn", "post_attn", "post_block", "mlp_in", '
-    assert record + '"mlp_out", adds_mlp_out=True)\nclass MiniDecoderLayer' in text
+    assert record + '"mlp_out", "attn_add", "mlp_add")\nclass MiniDecoderLayer' in text
+
+
+def added(point: str, name: str) -> str:
+    return f'residual_tap.value(self, "{point}", {name})'
 
 
 @pytest.mark.parametrize(
-    ("source", "adds"),
+    ("source", "attention", "mlp"),
     [
-        (mini.PLAIN, True),
-        (mini.FUSED, True),
-        (mini.PARALLEL, True),
-        (mini.IN_PLACE, True),
-        (mini.SANDWICH, False),
-        (mini.SCALED, False),
-        (mini.MIXER_ONLY, False),
+        (mini.FUSED, "hidden_states", "hidden_states"),
+        (mini.SANDWICH, "hidden_states", "hidden_states"),
+        (mini.PARALLEL, "attn_out", "mlp_out"),
+        (mini.SCALED, *["hidden_states * self.multiplier"] * 2),
     ],
-    ids=["plain", "fused", "parallel", "in place", "norms behind", "scaled", "no mlp"],
+    ids=["fused", "norms behind", "parallel", "scaled"],
 )
-def test_it_is_known_whether_the_output_of_the_mlp_is_what_is_added(
-    source: str, adds: bool
+def test_what_a_branch_adds_is_tapped_where_it_is_added(
+    source: str, attention: str, mlp: str
 ) -> None:
+    text = woven(source).source or ""
+    assert added("attn_add", attention) in text and added("mlp_add", mlp) in text
+    in_order = ("attn_add", "post_attn", "mlp_add", "post_block")
+    places = [text.index(f'(self, "{point}", ') for point in in_order]
+    assert places == sorted(places)
+
+
+def test_a_stream_that_is_more_than_a_sum_has_no_addition() -> None:
+    before = "residual + hidden_states * self.multiplier\n"
+    scaled = f"({before.strip()}) * self.scalar\n        return"
+    source = scaled.join(mini.SCALED.rsplit(f"{before}        return", 1))
+    assert source != mini.SCALED
     (layer,) = woven(source).layers
-    assert layer.adds_mlp_out is adds
+    assert "attn_add" in layer.points and "mlp_add" not in layer.points
+    assert layer.lacks["mlp_add"] == "the stream is scaled behind what a MLP adds"
+
+
+def test_an_addition_that_is_reduced_later_is_partial() -> None:
+    (layer,) = woven(mini.REDUCED_LATE).layers
+    assert layer.partial == ("attn_add", "mlp_add")
+    (layer,) = woven(mini.FUSED_REDUCE).layers
+    assert layer.partial == ("attn_add",)
 
 
 def test_the_import_comes_before_the_first_class() -> None:

@@ -252,10 +252,10 @@ def test_whatever_a_user_writes_is_a_spec_or_a_refusal(raw: Any) -> None:
 
 
 def test_what_the_mlp_adds_is_captured_only_where_it_is_a_hook_point() -> None:
-    points = {0: ("post_block", "mlp_out", "mlp_add"), 1: ("post_block", "mlp_out")}
+    points = {0: ("post_block", "mlp_add"), 1: ("post_block", "mlp_out")}
     ctx = replace(context(), hook_points=points, num_hidden_layers=2)
     raw = {"hooks": ["blocks.0.hook_mlp_out"], "positions": "all_prompt"}
-    assert parse_spec(raw, ctx, WHERE).hooks == {"mlp_out": [0]}
+    assert parse_spec(raw, ctx, WHERE).hooks == {"mlp_add": [0]}
     ctx = replace(ctx, hook_points={0: points[1], 1: points[1]})
-    with pytest.raises(CaptureValidationError, match="a norm or a multiplier"):
+    with pytest.raises(CaptureValidationError, match="--hook-points mlp_add"):
         parse_spec(raw, ctx, WHERE)

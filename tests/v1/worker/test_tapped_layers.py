@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,7 +41,7 @@ class Woven(nn.Module):
         return hidden_states
 
 
-@tap.tapped("pre_attn", "mlp_in", "mlp_out", "post_block", adds_mlp_out=True)
+@tap.tapped("mlp_out", "mlp_add", partial=("mlp_add",))
 class Adding(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
@@ -140,9 +141,13 @@ def test_points_around_the_mlp_are_there_when_they_are_asked_for() -> None:
     assert find(model, optional=MLP_POINTS).points[0][2:] == ["mlp_in", "mlp_out"]
 
 
-def test_a_layer_says_whether_it_adds_what_mlp_out_holds() -> None:
-    found = find(Decoder(Adding(), Woven()), optional=MLP_POINTS)
-    assert found.names[0] == [*found.points[0], "mlp_add"]
-    assert found.names[1] == found.points[1]
-    assert "mlp_out" in found.points[0] and "mlp_add" not in found.points[0]
-    assert "mlp_add" not in find(Decoder(Adding(), Woven())).names[0]
+def test_a_point_of_partial_sums_needs_a_single_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Decoder(Adding(), Adding())
+    optional = ("mlp_out", "mlp_add")
+    for ranks, points in ((1, [*optional]), (2, ["mlp_out"])):
+        monkeypatch.setattr(
+            tap, "get_tensor_model_parallel_world_size", lambda ranks=ranks: ranks
+        )
+        assert find(model, optional=optional).points[0] == points

@@ -25,7 +25,8 @@ HOOK_NAMES = {
     "pre_attn": "hook_resid_pre",
     "post_attn": "hook_resid_mid",
     "post_block": "hook_resid_post",
-    "mlp_out": "hook_mlp_out",
+    "attn_add": "hook_attn_out",
+    "mlp_add": "hook_mlp_out",
 }
 INFO, STATE = "dataset_info.json", "state.json"
 IDS = "token_ids"

@@ -15,7 +15,6 @@ from vllm.interop.interp_engine.types import (
     SamplingSettings,
     tap_of,
 )
-from vllm.v1.residual.addresses import without_aliases
 
 
 class ModelFacts:
@@ -89,11 +88,7 @@ class ModelFacts:
         """What can be served, determined without a forward pass."""
         points = self.config.capture_config.hook_points or {}
         names = sorted(
-            {
-                NAMES.get(name, name)
-                for own in without_aliases(points).values()
-                for name in own
-            }
+            {NAMES.get(name, name) for own in points.values() for name in own}
         )
         return EngineDescription(
             backend="clearbox",

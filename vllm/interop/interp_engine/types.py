@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm.v1.residual.addresses import MLP_ADD, parse_address
+from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.tap import Tap
 
@@ -149,11 +149,11 @@ def tap_of(point: Any, layer: int | None = None) -> Tap:
         point, layer = point
     text = str(point) if layer is None else f"{point}.{layer}"
     tap = parse_address(text)
-    if tap is None or tap[1] == MLP_ADD:
+    if tap is None:
         raise ValueError(
             f"{shown(text)} is not served here: use resid_pre.L, resid_mid.L, "
-            "resid_post.L or, with --mlp-hook-points, mlp_in.L, mlp_out.L, for a layer "
-            "L"
+            "resid_post.L or, with --hook-points mlp_in mlp_out, mlp_in.L, mlp_out.L, "
+            "for a layer L"
         )
     return tap
 

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.v1.residual.addresses import MLP_ADD, own_point
 from vllm.v1.residual.numbers import is_finite, is_integer
 from vllm.v1.residual.tap import Tap
 
@@ -19,7 +18,9 @@ NAMES = {
     "post_block": ("hook_out", "hook_resid_post"),
     "mlp_in": ("mlp.hook_in",),
     "mlp_out": ("mlp.hook_out",),
-    MLP_ADD: ("hook_mlp_out",),
+    "embed": ("hook_embed",),
+    "attn_add": ("hook_attn_out",),
+    "mlp_add": ("hook_mlp_out",),
 }
 """Our hook points under TransformerLens' names: the bridge's, then the older ones."""
 
@@ -36,11 +37,11 @@ def names_of(points: Mapping[int, Collection[str]]) -> dict[str, Tap]:
     """TransformerLens' names of hook points, with ours.
 
     Args:
-        points: the hook points of each layer, and their second names.
+        points: the hook points of each layer.
 
     """
     return {
-        f"blocks.{layer}.{name}": (layer, own_point(point, having))
+        f"blocks.{layer}.{name}": (layer, point)
         for layer, having in points.items()
         for point in having
         for name in NAMES[point]

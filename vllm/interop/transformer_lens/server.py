@@ -54,11 +54,7 @@ class ServerDriver(ServedDriver):
         status = client.capture_status()
         if "inline" not in [one["name"] for one in status.get("consumers", ())]:
             raise ValueError(f"the server returns no rows: start it with {FLAGS}")
-        second = list(status["equal_points"])
-        points = {
-            int(layer): [*own, *(second if "mlp_out" in own else ())]
-            for layer, own in status["hook_points"].items()
-        }
+        points = {int(layer): own for layer, own in status["hook_points"].items()}
         names = names_of(points)
         super().__init__(bridge_config, architecture, tokenizer, names)
         self.client = client

@@ -54,7 +54,7 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         "--mlp-hook-points",
         action="store_true",
         default=False,
-        help="The same as --hook-points mlp_in mlp_out.",
+        help="The same as --hook-points mlp_in mlp_out mlp_add.",
     )
     group.add_argument(
         "--hook-points",
@@ -243,7 +243,7 @@ def capture_config(
 
 def _optional_points(args: "EngineArgs") -> list[str]:
     """The enabled hook points beside those of the stream, in a fixed order."""
-    wanted = set(MLP_POINTS) if args.mlp_hook_points else set()
+    wanted = {*MLP_POINTS, "mlp_add"} if args.mlp_hook_points else set()
     for name in _texts(args.hook_points):
         if name == "all":
             wanted.update(OPTIONAL_POINTS)

@@ -15,7 +15,6 @@ from vllm.v1.readouts.modules import (
     describe_module,
     load_module,
 )
-from vllm.v1.residual.addresses import MLP_ADD
 from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.residual.model_identity import identity_of_config
 from vllm.v1.residual.module_info import ModuleInfo
@@ -144,7 +143,7 @@ def described_file(
         )
     # Which hook points a layer has is known once the model is loaded.
     layers = range(model.get_total_num_hidden_layers())
-    check_place(info, dict.fromkeys(layers, (*HOOK_NAMES, MLP_ADD)))
+    check_place(info, dict.fromkeys(layers, HOOK_NAMES))
     check_model(info, identity_of_config(model))
     return asdict(info)
 

@@ -215,14 +215,11 @@ def check_place(info: ModuleInfo, points: Mapping[int, Sequence[str]]) -> None:
         if hook in points.get(layer, ()):
             return
         names = sorted({point for own in points.values() for point in own})
-        reason = why_not(hook, points.get(layer, ()))
-        remedy = ". Start with --mlp-hook-points to add mlp_in and mlp_out"
-        mlp = hook.startswith("mlp") and hook not in names
         what = "SAE" if info.kind == "sae" else info.kind
         raise fail(
             f"{info.name}: this {what} reads {hook} of layer {layer}, which is not "
             f"a hook point of this model; it has {names} at layers {min(points)} to "
-            f"{max(points)}" + (reason or remedy * mlp),
+            f"{max(points)}{why_not(hook)}",
             "path",
             f"{hook}.{layer}",
         )

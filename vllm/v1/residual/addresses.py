@@ -11,17 +11,10 @@ Accepted forms of an address, which names the hook point of one layer:
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from vllm.v1.residual.tap import HOOK_NAMES, OPTIONAL_POINTS, Tap
-
-MLP_ADD = "mlp_add"
-"""What the MLP adds to the stream, as TransformerLens' `hook_mlp_out` is.
-
-In models with a norm or a multiplier behind the MLP it differs from `mlp_out`, the
-module's output, and is no hook point; in others it stands beside `mlp_out` among the
-names of a layer's hook points and means the same."""
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,8 +27,9 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "hook_in": "pre_attn",
         "ln2.hook_in": "post_attn",
         "hook_out": "post_block",
-        "hook_mlp_out": MLP_ADD,
-        MLP_ADD: MLP_ADD,
+        "hook_embed": "embed",
+        "hook_attn_out": "attn_add",
+        "hook_mlp_out": "mlp_add",
         **{f"{of}hook_{name}": name for name in "qkvz" for of in ("", "attn.")},
         "mlp.hook_post": "mlp_act",
         "mlp.hook_in": "mlp_in",
@@ -70,50 +64,11 @@ def hook_name(name: str) -> str | None:
     return name if name in HOOK_NAMES else ALIASES.get(name)
 
 
-def own_point(hook: str, points: Collection[str]) -> str:
-    """The hook point of a layer under which it has what `hook` means there.
-
-    Args:
-        hook: a name that `hook_name` returned.
-        points: the names of the layer's hook points.
-
-    """
-    return "mlp_out" if hook == MLP_ADD and hook in points else hook
-
-
-def own_tap(tap: Tap, points: Mapping[int, Collection[str]]) -> Tap:
-    """As `own_point`, for a layer and the hook points of every layer."""
-    return tap[0], own_point(tap[1], points.get(tap[0], ()))
-
-
-def why_not(hook: str, points: Collection[str]) -> str:
-    """The end of a message that a layer with `points` does not have `hook`."""
-    if hook in OPTIONAL_POINTS:
-        return f"; a server with --hook-points {hook} has it where the model does"
-    if hook != MLP_ADD or "mlp_out" not in points:
+def why_not(hook: str) -> str:
+    """The end of a message that a layer does not have a hook point."""
+    if hook not in OPTIONAL_POINTS:
         return ""
-    return (
-        ": hook_mlp_out is what the MLP adds to the stream, and here a norm or a "
-        "multiplier stands between that and mlp_out, the output of the module. Name "
-        "mlp_out for the output; what is added is post_block minus post_attn"
-    )
-
-
-def without_aliases(
-    points: Mapping[int, Collection[str]],
-) -> dict[int, tuple[str, ...]]:
-    """The hook points of each layer without second names for one of them."""
-    return {
-        layer: tuple(name for name in names if name != MLP_ADD)
-        for layer, names in points.items()
-    }
-
-
-def equal_points(points: Mapping[int, Collection[str]]) -> dict[str, str]:
-    """The hook point that a second name means, for those that all layers have."""
-    having = [names for names in points.values() if "mlp_out" in names]
-    is_equal = bool(having) and all(MLP_ADD in names for names in having)
-    return {MLP_ADD: "mlp_out"} if is_equal else {}
+    return f"; a server with --hook-points {hook} has it where the model does"
 
 
 def resolve_tap(layer: int | None, hook: str) -> tuple[int | None, str] | None:

@@ -7,7 +7,6 @@ from typing import Any, NewType, TypeAlias
 from vllm.v1.residual.addresses import (
     did_you_mean,
     hook_name,
-    own_point,
     parse_address,
     why_not,
 )
@@ -93,15 +92,14 @@ def parse_hooks(
             known = sorted({p for own in ctx.hook_points.values() for p in own})
             raise fail(
                 f"{where}: this model has no hook point {hook!r}; it has "
-                f"{known}{why_not(hook, known)}",
+                f"{known}{why_not(hook)}",
                 where,
                 hook,
             )
         at = f"{where}.{name}"
         layers = parse_layers(selector, having, ctx.num_hidden_layers, at, fail)
         for layer in layers:
-            own = own_point(hook, ctx.hook_points[layer])
-            hooks[own] = sorted({*hooks.get(own, []), layer})
+            hooks[hook] = sorted({*hooks.get(hook, []), layer})
     return hooks
 
 

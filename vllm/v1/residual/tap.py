@@ -21,6 +21,9 @@ HookName = Literal[
     "mlp_act",
     "router_logits",
     "final_norm",
+    "embed",
+    "attn_add",
+    "mlp_add",
 ]
 """The point in a decoder block at which a row is read.
 
@@ -32,7 +35,9 @@ Inside the block, only where enabled: `attn_in`, `attn_out`: input and output of
 attention module. `q`, `k`, `v`: what attention reads, after rotary embeddings and
 norms, `z`: what it returns, before the output projection; each consists of heads.
 `mlp_act`: input of the MLP's second projection. `router_logits`: one per expert.
-`final_norm`: of the last layer, what enters the unembedding.
+`final_norm`: of the last layer, what enters the unembedding. `embed`: of layer 0, the
+embeddings as they enter the stream. `attn_add`, `mlp_add`: what is added to the stream,
+after norms and multipliers of the branch.
 """
 
 INNER_POINTS: tuple[HookName, ...] = (
@@ -45,6 +50,9 @@ INNER_POINTS: tuple[HookName, ...] = (
     "mlp_act",
     "router_logits",
     "final_norm",
+    "embed",
+    "attn_add",
+    "mlp_add",
 )
 MLP_POINTS: tuple[HookName, ...] = ("mlp_in", "mlp_out")
 OPTIONAL_POINTS = (*MLP_POINTS, *INNER_POINTS)

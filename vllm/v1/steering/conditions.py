@@ -85,11 +85,11 @@ def distinct(conditions: Iterable[Condition | None]) -> tuple[Condition, ...]:
     return tuple(dict.fromkeys(one for one in conditions if one is not None))
 
 
-_BEFORE = {("mlp_in", "mlp_out")}
+_BEFORE = {("mlp_in", "mlp_out"), ("mlp_in", "mlp_add"), ("mlp_out", "mlp_add")}
 """Pairs of hook points of one layer of which the first is always computed before the
-second, in addition to `pre_attn`, which comes before all, and `post_block`, which comes
-after all. In a parallel block the MLP reads the stream before `post_attn`, in others
-after it."""
+second, in addition to `pre_attn`, which comes before all but `embed`, and `post_block`,
+which comes after all. In a parallel block the MLP reads the stream before `post_attn`,
+in others after it."""
 
 
 def is_known_at(probe: tuple[int, str], entry: tuple[int, str]) -> bool:
@@ -99,7 +99,7 @@ def is_known_at(probe: tuple[int, str], entry: tuple[int, str]) -> bool:
         return layer < acts
     return (
         hook == point
-        or hook == "pre_attn"
+        or (hook == "pre_attn" and point != "embed")
         or point == "post_block"
         or (hook, point) in _BEFORE
     )

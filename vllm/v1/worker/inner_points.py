@@ -131,10 +131,20 @@ def find_inner_points(
             **_of_mlp(layer, tensor_parallel),
         }
         found.update({(index, n): p for n, p in points.items() if n in names})
+    if "embed" in names and 0 in layers:
+        entry = _parameter_of_stream(layers[0])
+        if entry is not None:
+            found[0, "embed"] = InnerPoint(layers[0], PointShape(hidden_size), entry)
     if "final_norm" in names and final_norm is not None and layers:
         shape = PointShape(hidden_size)
         found[max(layers), "final_norm"] = InnerPoint(final_norm, shape, None)
     return found
+
+
+def _parameter_of_stream(layer: nn.Module) -> str | None:
+    """The argument with which a layer is given the stream."""
+    parameters = inspect.signature(layer.forward).parameters
+    return next((name for name in ("hidden_states", "x") if name in parameters), None)
 
 
 def _of_attention(

@@ -74,7 +74,7 @@ def _open(
     layers = find_tapped_layers(model, optional, num_layers, weaves=enabled)
     if not enabled:
         Launch.begin(NOTHING, (NOTHING,))
-        return ResidualStream(layers.names)
+        return ResidualStream(layers.points)
     _check_supported(vllm_config, model, layers)
     width = vllm_config.model_config.get_hidden_size()
     last = layers.modules.get((num_layers - 1, "post_block"))
@@ -146,7 +146,7 @@ def _open(
         may_record=may_record,
     )
     stream = OpenResidualStream(
-        layers.names,
+        layers.points,
         capture,
         steering,
         graphs,

@@ -11,8 +11,7 @@ from vllm.model_executor.layers.residual import tap
 from vllm.model_executor.layers.residual.runtime_weave import NotWoven, weave_layer
 from vllm.model_executor.models.utils import PPMissingLayer, extract_layer_index
 from vllm.model_executor.residual_weave.rules import NOT_TAPPED, REFUSED
-from vllm.v1.residual.addresses import MLP_ADD
-from vllm.v1.residual.tap import MLP_POINTS
+from vllm.v1.residual.tap import OPTIONAL_POINTS
 from vllm.v1.worker.inner_points import InnerPoint
 
 Place = tuple[int, str]
@@ -43,15 +42,6 @@ class TappedLayers:
         }
         modules = list(ends.values())
         return {n: module for n, module in ends.items() if modules.count(module) == 1}
-
-    @property
-    def names(self) -> dict[int, list[str]]:
-        """As `points`, with `mlp_add` where the layer adds what `mlp_out` holds."""
-        names = self.points
-        for (layer, point), (module, _) in self.modules.items():
-            if point == "mlp_out" and module.adds_mlp_out:
-                names[layer].append(MLP_ADD)
-        return names
 
     @property
     def points(self) -> dict[int, list[str]]:
@@ -86,7 +76,7 @@ def find_tapped_layers(
         points = tuple(
             point
             for point in tap.hook_points(module)
-            if point not in MLP_POINTS or point in optional
+            if point not in OPTIONAL_POINTS or point in optional
         )
         if not points:
             continue

@@ -136,7 +136,6 @@ class Pair:
         return {
             name: [layer for layer, names in self.points.items() if name in names]
             for name in names
-            if not name.endswith("_add")
         }
 
     def logits(self, output: RequestOutput) -> torch.Tensor:
@@ -173,11 +172,20 @@ def pair(
 
 def test_every_layer_has_every_point_that_its_kind_has(pair: Pair) -> None:
     inside = {"attn_in", "q", "k", "v", "z", "attn_out", "mlp_act", "router_logits"}
-    wanted = inside | {"mlp_in", "mlp_out"}
+    wanted = inside | {"mlp_in", "mlp_out", "attn_add", "mlp_add"}
     for names in pair.points.values():
         assert wanted - LACKS[pair.kind] <= set(names)
         assert not LACKS[pair.kind] & set(names)
     assert "final_norm" in pair.points[1] and "final_norm" not in pair.points[0]
+    assert "embed" in pair.points[0] and "embed" not in pair.points[1]
+
+
+def test_what_is_added_sums_to_the_last_stream(pair: Pair) -> None:
+    rows = pair.engine.rows(pair.ask())
+    added = ((layer, hook) for layer in (0, 1) for hook in ("attn_add", "mlp_add"))
+    summands = [rows[tap] for tap in ((0, "embed"), *added)]
+    total = torch.stack(summands).float().sum(0)
+    assert relative_error(total, rows[1, "post_block"].float()) < 1e-5
 
 
 def test_rows_are_those_of_the_library(pair: Pair) -> None:
@@ -294,7 +302,10 @@ def test_a_head_has_another_run_s_values(pair: Pair) -> None:
     pair.check_changed((0, "z"), entry, change)
 
 
-@pytest.mark.parametrize("hook", ["q", "k", "v", "attn_in", "attn_out", "mlp_out"])
+@pytest.mark.parametrize(
+    "hook",
+    ["q", "k", "v", "attn_in", "attn_out", "mlp_out", "embed", "attn_add", "mlp_add"],
+)
 def test_additions_reach_what_the_point_names(pair: Pair, hook: str) -> None:
     width = pair.reference.rows[0, hook].shape[1]
     vector = torch.randn(width, generator=torch.Generator().manual_seed(3)) * 3

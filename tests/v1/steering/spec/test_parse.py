@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from vllm.interop.reference_fork.clamps import as_entries
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.named import NamedSAE
 from vllm.v1.steering.spec.parse import SteeredModel, by_phase, parse_vectors
 
 WIDTH = 4
@@ -198,26 +197,10 @@ def test_the_place_of_a_probe_may_be_an_address() -> None:
 
 
 def test_what_the_mlp_adds_is_steered_only_where_it_is_a_hook_point() -> None:
-    names = ("post_block", "mlp_out", "mlp_add")
-    model = SteeredModel({0: names, 1: names[:2]}, WIDTH, torch.float32)
-    raw = {"hook_mlp_out": {0: ONE}}
-    assert list(parse_vectors(raw, model, "x").vectors) == [(0, "mlp_out")]
-    assert model.num_sites == 4
-    with pytest.raises(SteeringValidationError, match="given twice"):
-        parse_vectors(raw | {"mlp_out": {0: ONE}}, model, "x")
+    model = SteeredModel({0: ("mlp_add",), 1: ("mlp_out",)}, WIDTH, torch.float32)
+    steered = parse_vectors({"hook_mlp_out": {0: ONE}}, model, "x")
+    (entry,) = steered.operations
+    assert (entry.layer, entry.hook) == (0, "mlp_add")
     for wrong in ({"hook_mlp_out": {1: ONE}}, {"blocks.1.hook_mlp_out": ONE}):
-        with pytest.raises(SteeringValidationError, match="a norm or a multiplier"):
+        with pytest.raises(SteeringValidationError, match="--hook-points mlp_add"):
             parse_vectors(wrong, model, "x")
-    when = {"probe": ONE, "above": 0.5, "hook": "blocks.1.hook_mlp_out"}
-    with pytest.raises(SteeringValidationError, match="a norm or a multiplier"):
-        parse_vectors({HERE: {1: {"vector": ONE, "when": when}}}, model, "x")
-    when["hook"] = "blocks.0.hook_mlp_out"
-    assert parse_vectors({HERE: {1: {"vector": ONE, "when": when}}}, model, "x")
-
-
-def test_an_sae_of_what_the_mlp_adds_has_its_place_in_the_model() -> None:
-    place = (0, "mlp_add")
-    sae = NamedSAE("f", WIDTH, 6, "threshold", place, True, place, WIDTH)
-    placed = sae.placed({0: ("mlp_out", "mlp_add")})
-    assert placed.tap == placed.writes == (0, "mlp_out")
-    assert sae.placed({0: ("mlp_out",)}) == sae

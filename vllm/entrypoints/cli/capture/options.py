@@ -18,7 +18,7 @@ from vllm.capture_dataset.spec import (
 )
 from vllm.entrypoints.cli.steer.options import parse_layers
 from vllm.v1.capture.errors import fail
-from vllm.v1.residual.addresses import MLP_ADD, did_you_mean, hook_name, parse_address
+from vllm.v1.residual.addresses import did_you_mean, hook_name, parse_address
 from vllm.v1.residual.selectors import parse_positions
 from vllm.v1.residual.tap import HOOK_NAMES
 
@@ -282,5 +282,5 @@ def _resolve_hooks(args: argparse.Namespace) -> None:
             "hook",
             args.hook,
         )
-    args.hook = tuple(name for name in (*HOOK_NAMES, MLP_ADD) if name in hooks)
+    args.hook = tuple(name for name in HOOK_NAMES if name in hooks)
     args.layers = sorted(layers)

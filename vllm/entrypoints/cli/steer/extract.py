@@ -10,6 +10,7 @@ from vllm.entrypoints.cli.steer.options import (
     resolve_address,
     started_engine,
 )
+from vllm.v1.residual.tap import OPTIONAL_POINTS
 from vllm.v1.steering.errors import fail
 
 
@@ -40,9 +41,9 @@ def run(args: argparse.Namespace) -> None:
     resolve_address(args)
     pairs = read_pairs(args.pairs)
     check_out(args, fail, "; vllm steer convert writes other forms")
-    needs_mlp = args.hook.startswith("mlp")
-    fields = {"mlp_hook_points": True} if needs_mlp else {}
-    with started_engine(args, capture_consumers=[CONSUMER], **fields) as llm:
+    optional = [args.hook] if args.hook in OPTIONAL_POINTS else None
+    fields = {"capture_consumers": [CONSUMER], "hook_points": optional}
+    with started_engine(args, **fields) as llm:
         found = extract(llm, pairs, args.hook, args.layers, args.method, args.position)
     found.vectors.save(args.out)
     print(separation_table(found.directions))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.residual.addresses import MLP_ADD, did_you_mean, hook_name, parse_address
+from vllm.v1.residual.addresses import did_you_mean, hook_name, parse_address
 from vllm.v1.residual.numbers import Fail
 from vllm.v1.residual.tap import HOOK_NAMES
 from vllm.v1.steering.errors import fail
@@ -50,11 +50,6 @@ def parse_hook(text: str) -> str:
     """
     tap = parse_address(text)
     name = hook_name(text) if tap is None else tap[1]
-    if name == MLP_ADD:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not mlp_out in models with a norm or a multiplier behind the "
-            "MLP; name mlp_out for the output of the module"
-        )
     if tap is not None:
         return text
     if name is None:

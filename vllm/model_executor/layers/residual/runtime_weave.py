@@ -142,7 +142,7 @@ def _subclass(
     }
     woven = type(cls.__name__, (cls,), members)
     logger.info("Hook points of %s: %s", cls.__name__, ", ".join(layer.points))
-    return tap.tapped(*layer.points, adds_mlp_out=layer.adds_mlp_out)(woven)
+    return tap.tapped(*layer.points, partial=layer.partial)(woven)
 
 
 def _compiled(owner: type, forward: ast.FunctionDef) -> FunctionType:

@@ -15,12 +15,15 @@ dtype.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.model_executor.layers.residual.point import ResidualTap
 
 Taps: TypeAlias = dict[tuple[str, int], ResidualTap] | None
@@ -30,21 +33,21 @@ LayerClass = TypeVar("LayerClass", bound=type[nn.Module])
 
 
 def tapped(
-    *points: str, adds_mlp_out: bool = False
+    *points: str, partial: tuple[str, ...] = ()
 ) -> Callable[[LayerClass], LayerClass]:
     """Class decorator: `forward` of this decoder layer has calls at `points`.
 
     Args:
         points: in the order of the forward pass.
-        adds_mlp_out: whether the layer adds what `mlp_out` holds to the stream, with
-            no norm and no multiplier between them.
+        partial: those that it has with one tensor-parallel rank only: of several, each
+            holds a part of the sum.
 
     """
 
     def record(layer_class: LayerClass) -> LayerClass:
         layer_class.residual_taps = None  # type: ignore[attr-defined]
         layer_class.hook_points = points  # type: ignore[attr-defined]
-        layer_class.adds_mlp_out = adds_mlp_out  # type: ignore[attr-defined]
+        layer_class.hook_points_partial = partial  # type: ignore[attr-defined]
         layer_class.hook_points_forward = layer_class.forward  # type: ignore[attr-defined]
         return layer_class
 
@@ -57,10 +60,14 @@ def hook_points(layer: nn.Module) -> tuple[str, ...]:
     A plug-in's subclass that overrides `forward` inherits the list of points but not
     the calls.
     """
-    woven = getattr(type(layer), "hook_points_forward", None)
-    if woven is None or type(layer).forward is not woven:
+    cls: Any = type(layer)
+    woven = getattr(cls, "hook_points_forward", None)
+    if woven is None or cls.forward is not woven:
         return ()
-    return tuple(type(layer).hook_points)  # type: ignore[attr-defined]
+    lacks: tuple[str, ...] = cls.hook_points_partial
+    if lacks and get_tensor_model_parallel_world_size() == 1:
+        lacks = ()
+    return tuple(point for point in cls.hook_points if point not in lacks)
 
 
 def attach(layer: nn.Module, point: str, tap: ResidualTap, run: int = 0) -> None:
@@ -150,4 +157,4 @@ def lone_token(
 
 
 value = stream
-"""A hook point on a tensor other than the stream: the input or output of the MLP."""
+"""A hook point on a tensor other than the stream, such as the MLP's input."""

@@ -26,7 +26,6 @@ from vllm.v1.capture.types import (
     CaptureContext,
     CaptureSpec,
 )
-from vllm.v1.residual.addresses import equal_points, without_aliases
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.residual.plain_data import plain
@@ -249,9 +248,8 @@ class Admission:
             },
             "hook_points": {
                 str(layer): list(points)
-                for layer, points in sorted(without_aliases(self._hook_points).items())
+                for layer, points in sorted(self._hook_points.items())
             },
-            "equal_points": equal_points(self._hook_points),
             "other_widths": {
                 f"{hook}.{layer}": width
                 for layer, of_layer in sorted(config.point_shapes.items())
@@ -363,8 +361,7 @@ class Admission:
         }
 
     def _layers(self, hook: str, layers: Any, name: str) -> list[int]:
-        own = without_aliases(self._hook_points)
-        having = [n for n, points in own.items() if hook in points]
+        having = [n for n, points in self._hook_points.items() if hook in points]
         if layers == "all" and having:
             return having
         listed = layers if isinstance(layers, list) else [layers]

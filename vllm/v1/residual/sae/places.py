@@ -3,7 +3,6 @@
 
 import re
 
-from vllm.v1.residual.addresses import MLP_ADD
 from vllm.v1.residual.sae.record import SAEPlace
 from vllm.v1.residual.tap import Tap
 
@@ -11,11 +10,11 @@ TRANSFORMER_LENS = {
     "hook_resid_pre": "pre_attn",
     "hook_resid_mid": "post_attn",
     "hook_resid_post": "post_block",
-    "hook_mlp_out": MLP_ADD,
+    "hook_attn_out": "attn_add",
+    "hook_mlp_out": "mlp_add",
 }
 """TransformerLens counts blocks from 0 too. `hook_mlp_in` and `ln2.hook_normalized` are
-excluded: whether they contain the norm's weights depends on how a model was loaded.
-`hook_mlp_out` is what the MLP adds, which only some models have at a hook point."""
+excluded: whether they contain the norm's weights depends on how a model was loaded."""
 
 _TRANSFORMER_LENS = re.compile(r"blocks\.(\d{1,4})\.(\w+)")
 

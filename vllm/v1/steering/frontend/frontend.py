@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.v1.residual.addresses import without_aliases
 from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.model_identity import identity_of
 from vllm.v1.residual.sizes import torch_dtype
@@ -192,7 +191,7 @@ class SteeringFrontend(NoSteering):
         return {
             "layers": {
                 str(layer): list(names)
-                for layer, names in sorted(without_aliases(model.hook_points).items())
+                for layer, names in sorted(model.hook_points.items())
             },
             "hidden_size": model.hidden_size,
             "dtype": str(model.dtype).removeprefix("torch."),

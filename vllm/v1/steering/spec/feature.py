@@ -3,6 +3,7 @@
 
 from typing import TYPE_CHECKING
 
+from vllm.v1.residual.addresses import why_not
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.tap import Tap
@@ -34,7 +35,7 @@ def parse_feature(
     name, feature = values["sae"], values["feature"]
     if not isinstance(name, str):
         raise fail(f"{at}.sae must be the name of an SAE", f"{at}.sae", name)
-    sae = model.named.sae(name, f"{at}.sae").placed(model.hook_points)
+    sae = model.named.sae(name, f"{at}.sae")
     _check_place(name, sae, tap, model, at)
     if not is_integer(feature, 0, sae.size):
         raise fail(
@@ -103,8 +104,8 @@ def _check_reads(
     if hook not in model.hook_points.get(layer, ()):
         raise _unfit(
             name,
-            f"reads {hook} of layer {layer}, which is not a hook point here; for "
-            "mlp_in and mlp_out start the server with --mlp-hook-points",
+            f"reads {hook} of layer {layer}, which is not a hook point here"
+            f"{why_not(hook)}",
             at,
         )
     if sae.tap == tap or not is_known_at(sae.tap, tap):

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces to the server's probes and sparse autoencoders, which entries name."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-from vllm.v1.residual.addresses import own_tap
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
@@ -41,14 +39,6 @@ class NamedSAE:
     """The `(layer, hook)` at which it writes, if it is known."""
     width_out: int
     """Width of the rows that it writes."""
-
-    def placed(self, points: Mapping[int, Sequence[str]]) -> "NamedSAE":
-        """The SAE with the names that its places have in a model."""
-        tap, writes = (
-            None if place is None else own_tap(place, points)
-            for place in (self.tap, self.writes)
-        )
-        return replace(self, tap=tap, writes=writes)
 
 
 class Named(Protocol):

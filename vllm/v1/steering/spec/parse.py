@@ -11,10 +11,8 @@ import torch
 from vllm.v1.residual.addresses import (
     did_you_mean,
     hook_name,
-    own_point,
     parse_address,
     why_not,
-    without_aliases,
 )
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.point_shapes import Shapes
@@ -79,7 +77,7 @@ class SteeredModel:
     @property
     def num_sites(self) -> int:
         """Number of hook points of all layers."""
-        return sum(map(len, without_aliases(self.hook_points).values()))
+        return sum(map(len, self.hook_points.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +315,11 @@ def _checked_tap(layer: int, hook: str, model: SteeredModel, at: str) -> Tap:
     if hook not in having:
         raise fail(
             f"{at}: layer {layer} of this model has no hook point {hook!r}; it has "
-            f"{list(having)}{why_not(hook, having)}",
+            f"{list(having)}{why_not(hook)}",
             at,
             layer,
         )
-    return layer, own_point(hook, having)
+    return layer, hook
 
 
 def unpacked(layers: Any, at: str) -> dict[int, Any]:

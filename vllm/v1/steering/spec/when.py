@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vllm.v1.residual.addresses import own_tap, resolve_tap, why_not
+from vllm.v1.residual.addresses import resolve_tap, why_not
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import layer_index
@@ -201,11 +201,11 @@ def _tap(values: Values, probe: _Probe, model: "SteeredModel", at: str) -> Tap:
             f"{at}: layer and hook must name where the probe reads: a layer from "
             f"{layers[0]} to {layers[-1]}, and one of its hook points, such as "
             f"{list(known or model.hook_points[layers[-1]])}"
-            f"{why_not(tap[1], known or ()) if tap else ''}",
+            f"{why_not(tap[1]) if tap else ''}",
             at,
             {"layer": layer, "hook": hook},
         )
-    layer, hook = own_tap((tap[0], tap[1]), model.hook_points)
+    layer, hook = tap[0], tap[1]
     if hook in INNER_POINTS:
         raise fail(
             f"{at}.hook: a condition reads the stream, not {hook}, which is inside the "
@@ -213,7 +213,7 @@ def _tap(values: Values, probe: _Probe, model: "SteeredModel", at: str) -> Tap:
             f"{at}.hook",
             hook,
         )
-    if probe.tap is not None and own_tap(probe.tap, model.hook_points) != (layer, hook):
+    if probe.tap is not None and probe.tap != (layer, hook):
         raise fail(
             f"{at}: the probe {shown(probe.name)} was made for {probe.tap[1]} of layer "
             f"{probe.tap[0]}; leave out layer and hook",

@@ -3,7 +3,6 @@
 
 from pathlib import Path
 
-from vllm.v1.residual.addresses import MLP_ADD
 from vllm.v1.residual.sae.files import SAEFileError
 from vllm.v1.residual.sae.load import load_sae
 from vllm.v1.steering.errors import fail
@@ -42,8 +41,6 @@ def read_feature(path: Path, reading: Reading) -> VectorSet:
             reading.feature,
         )
     tap = sae.writes.tap
-    if tap is not None and tap[1] == MLP_ADD:
-        tap = None  # Only a model tells whether that is `mlp_out`.
     if tap is not None and not reading.selects(tap):
         raise reading.nothing_at(sae.name, [tap])
     if tap is None and reading.hook is not None and reading.layer is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from vllm.v1.residual.addresses import MLP_ADD, hook_name, resolve_tap
+from vllm.v1.residual.addresses import hook_name, resolve_tap
 from vllm.v1.residual.bounds import listed, shown
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
 from vllm.v1.steering.errors import SteeringValidationError, fail
@@ -120,7 +120,7 @@ class Reading:
         if hook is None:
             return cls(layer=layer, **others)
         found = resolve_tap(layer, hook)
-        if found is None or found[1] == MLP_ADD:  # No model is at hand to tell.
+        if found is None:
             raise fail(
                 f"hook: {shown(hook)} beside or after the file's name must be one of "
                 f"{list(HOOK_NAMES)}, or an address such as post_block.3 without "

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optional hook points on what a sublayer adds: `attn_add` and `mlp_add`.
+
+They hold the summand of the stream, behind all norms and multipliers of the branch. A
+layer lacks one if the summand has no single place in `forward`, or if the stream is
+more than the plain sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from .events import Event, Trace
+from .placement import BLOCK, POST, Site, final_terms, merged
+from .stream import Role, Unprovable, sublayers
+
+ATTN_ADD, MLP_ADD = "attn_add", "mlp_add"
+_BRANCHES = {
+    ATTN_ADD: (Role.MIXER, POST, "token mixer"),
+    MLP_ADD: (Role.MLP, BLOCK, "MLP"),
+}
+ADDED_POINTS = tuple(_BRANCHES)
+
+
+def stream_behind(point: str) -> str:
+    """The stream's point at which a branch has been added; other points are kept."""
+    return _BRANCHES[point][1] if point in _BRANCHES else point
+
+
+def place_added(traces: Sequence[Trace], point: str, early: bool) -> list[Site]:
+    """The sites of one of the points; every path must have it.
+
+    Args:
+        traces: all paths through the layer, without taps.
+        point: one of `ADDED_POINTS`.
+        early: whether to put it where the summand is computed instead of where it is
+            added, which is too late where the stream's own point comes first.
+
+    Raises:
+        Unprovable: a path has no such branch, or its summand has no single place.
+    """
+    return merged([_site(trace, point, early) for trace in traces])
+
+
+def _site(trace: Trace, point: str, early: bool) -> Site:
+    role, _, name = _BRANCHES[point]
+    branch = {t for t in final_terms(trace) if sublayers(t) == {role}}
+    if not branch:
+        raise Unprovable(f"a path adds no output of a {name}")
+    kinds = ("made", "add") if early else ("fused", "sum", "return")
+    for event in trace.events:
+        if event.kind not in kinds:
+            continue
+        for index, tensor in enumerate(event.tensors):
+            if tensor is not None and tensor.terms.keys() == branch:
+                return _site_at(event, index, point, early)
+    raise Unprovable(f"what a {name} adds is no tensor of its own")
+
+
+def _site_at(event: Event, index: int, point: str, early: bool) -> Site:
+    name = event.names[index]
+    if name.isidentifier():
+        return Site(point, "value", (name,), event.statement, after=early)
+    return Site(point, "value", (), _operand(event, index))
+
+
+def _operand(event: Event, index: int) -> cst.CSTNode:
+    """The expression of a sum or a return that the event names at `index`."""
+    node = event.node
+    if isinstance(node, cst.BinaryOperation):
+        return (node.left, node.right)[index]
+    if isinstance(node, cst.AugAssign):
+        return node.value
+    if isinstance(node, cst.Return) and isinstance(node.value, cst.Tuple):
+        return node.value.elements[index].value
+    raise Unprovable(f"what is added has no name: {event.names[index]}")
+
+
+def is_partial(traces: Sequence[Trace], point: str) -> bool:
+    """Whether what the point holds is summed over the ranks after it."""
+    partial = f"partial {stream_behind(point)}"
+    return any(
+        term.point == point and (weight.reductions or event.label == partial)
+        for trace in traces
+        for event in trace.events
+        for tensor in event.tensors
+        if tensor is not None
+        for term, weight in tensor.terms.items()
+    )
+
+
+def prove_added(trace: Trace, point: str) -> None:
+    """Check one of the points on one path of a woven `forward`.
+
+    Raises:
+        Unprovable: the stream behind the branch is not the stream before it plus what
+            the point holds.
+    """
+    _, behind, name = _BRANCHES[point]
+    met = [e for e in trace.events if e.kind == "value" and e.label == point]
+    taps = [e for e in trace.events if e.kind == "tap"]
+    tap = next((e for e in taps if e.label.split()[1] == behind), None)
+    if tap is None or len(met) != 1:
+        raise Unprovable(f"a path meets {point} {len(met)} times, or no {behind}")
+    terms = [item for tensor in tap.tensors if tensor for item in tensor.terms.items()]
+    if any(weight.scalings for _, weight in terms):
+        raise Unprovable(f"the stream is scaled behind what a {name} adds")
+    added = [term for term, _ in terms if term.role is not Role.TAP]
+    if [term.point for term in added] != [point]:
+        raise Unprovable(f"{behind} holds more than the stream and what a {name} adds")
