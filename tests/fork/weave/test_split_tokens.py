@@ -96,15 +96,15 @@ def test_the_layers_own_condition_says_whether_a_point_has_a_share(
 ) -> None:
     result = weave_with(monkeypatch, source, {KEY: rule})
     assert result.problems == ()
-    assert result.layers[0].points == POINTS
+    assert result.layers[0].points == (*POINTS, "attn_add", "mlp_add")
     assert result.layers[0].unless == ()
     entering = rule.split["pre_attn"]
     assert [found.groups() for found in CALL.finditer(result.source or "")] == [
         ("split_pair", entering, "pair"),
-        ("split_pair", "self.shares", "pair"),
-        ("split_value", "self.shares", "value"),
-        ("split_value", "self.shares", "value"),
-        ("split_pair", "self.shares", "pair"),
+        *[
+            (f"split_{method}", "self.shares", method)
+            for method in ("value", "pair", "value", "value", "value", "pair")
+        ],
     ]
 
 

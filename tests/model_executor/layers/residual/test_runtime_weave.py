@@ -21,7 +21,15 @@ from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.runtime_weave import NotWoven, weave_layer
 
 WIDTH, TOKENS = 32, 5
-POINTS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+POINTS = (
+    "pre_attn",
+    "post_attn",
+    "post_block",
+    "mlp_in",
+    "mlp_out",
+    "attn_add",
+    "mlp_add",
+)
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 48,
