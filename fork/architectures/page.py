@@ -80,8 +80,8 @@ def _remarks(layer: LayerReport) -> Iterator[str]:
 
 
 def _lacking(layer: LayerReport) -> Iterator[str]:
-    for reason in dict.fromkeys(layer.lacks.values()):
-        points = [point for point, why in layer.lacks.items() if why == reason]
+    for reason in dict.fromkeys(why for _, why in layer.lacks):
+        points = [point for point, why in layer.lacks if why == reason]
         yield f"without {' and '.join(points)}: {reason}"
 
 

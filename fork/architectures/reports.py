@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class LayerReport:
     """Why it has no hook points; empty if it has some."""
     unless: tuple[str, ...] = ()
     """Configurations that are refused when the server starts."""
-    lacks: Mapping[str, str] = field(default_factory=dict)
+    lacks: tuple[tuple[str, str], ...] = ()
     """The optional points that it does not have, each with the reason."""
     meaning: str = ""
     """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
@@ -207,6 +207,6 @@ def _layer(path: str, layer: TappedLayer | RefusedLayer) -> LayerReport:
         points=layer.points,
         rule=layer.rule,
         unless=layer.unless,
-        lacks=layer.lacks,
+        lacks=tuple(layer.lacks.items()),
         meaning=layer.meaning,
     )

@@ -273,14 +273,14 @@ def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:
 def _check_names(rows: RowsSpec, model: ModelFacts) -> None:
     """Refuse hook points that have no name in TransformerLens.
 
-    Its `hook_mlp_in` is the stream before the norm, its `hook_mlp_out` what the MLP
-    adds to the stream.
+    Its `hook_mlp_in` is the stream before the norm, its `hook_attn_out` and
+    `hook_mlp_out` are what is added to the stream.
 
     Raises:
         CaptureValidationError: naming the hook point.
 
     """
-    known = {"pre_attn", "post_attn", "post_block", *model.equal_points.values()}
+    known = {"pre_attn", "post_attn", "post_block", "attn_add", "mlp_add"}
     if unknown := [hook for hook in rows.hooks if hook not in known]:
         raise fail(
             f"hook: {unknown[0]!r} of this model has no name in TransformerLens, which "
