@@ -31,6 +31,7 @@ from vllm.v1.worker.inner_points import SLICED, find_inner_points, shapes_of
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, can_record, families_at_start
 from vllm.v1.worker.residual_hooks import open_hooks
+from vllm.v1.worker.residual_nodes import check_nodes
 from vllm.v1.worker.residual_stream import (
     HookPoints,
     OpenResidualStream,
@@ -57,9 +58,10 @@ def open_residual_stream(
 
     Raises:
         ValueError: capture or steering is enabled, but unsupported for the model or
-            the configuration; the message says why.
+            the configuration, or the engine's nodes differ; the message says why.
 
     """
+    check_nodes(vllm_config)
     with kept_memory(vllm_config.model_config):
         return _open(vllm_config, model, device)
 

@@ -16,12 +16,12 @@ from vllm.v1.capture.groups import GroupEnd
 from vllm.v1.capture.registry import as_sink
 from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.stats import LaneCounters
+from vllm.v1.capture.transport.addresses import rows_address, with_rows
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     EndMessage,
     Inbox,
     Message,
-    rows_address,
 )
 from vllm.v1.capture.types import (
     CaptureContext,
@@ -50,6 +50,7 @@ class DriverLanes:
         consumers: Mapping[str, Any],
         address: str,
         note: Note,
+        host: str | None = None,
     ) -> None:
         """Start listening for rows.
 
@@ -58,6 +59,7 @@ class DriverLanes:
             consumers: all instances by name; those in workers are skipped.
             address: the front end's own address, from which the others are derived.
             note: called with each result.
+            host: as for `Inbox`.
 
         """
         self._note = note
@@ -76,15 +78,19 @@ class DriverLanes:
             for name, consumer in consumers.items()
             if name in self._lanes and consumer_capabilities(consumer).remembers_specs
         }
-        self._inboxes = [
-            Inbox(
+        self._inboxes = []
+        self.address = address
+        """The front end's address, with those of the instances here."""
+        for name, lane in self._lanes.items():
+            inbox = Inbox(
                 self._receive,
                 rows_address(address, name),
                 bounded=True,
                 idle=lane.check,
+                host=host,
             )
-            for name, lane in self._lanes.items()
-        ]
+            self._inboxes.append(inbox)
+            self.address = with_rows(self.address, name, inbox.address)
 
     def remember(self, specs: Mapping[str, Any]) -> bool:
         """Whether a consumer here needs one of the specs when its request starts."""

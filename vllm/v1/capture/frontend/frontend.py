@@ -24,6 +24,7 @@ from vllm.v1.capture.frontend.status import CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
 from vllm.v1.capture.frontend.unsent import when_response_ends
 from vllm.v1.capture.frontend.waiting import ResultWaiter
+from vllm.v1.capture.transport.addresses import host_for
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     CountersMessage,
@@ -86,17 +87,20 @@ class CaptureFrontend(NoCapture):
         )
         self._awaited = ResultWaiter(self._requests, alive)
         self._room = InflightLimit(admission.held, self._requests)
-        self._inbox = Inbox(self._receive)
+        host = host_for(vllm_config.parallel_config)
+        self._inbox = Inbox(self._receive, host=host)
         self._portions = (
             None if offline_engine is None else Portions(offline_engine, self.wait)
         )
-        self._ends = Ends(send_ends, self._inbox.address)
         self._drivers = DriverLanes(
             vllm_config.capture_config,
             admission.consumers,
             self._inbox.address,
             self._requests.note,
+            host,
         )
+        self._address = self._drivers.address
+        self._ends = Ends(send_ends, self._address)
         self._status = CaptureStatus(self._drivers.counters)
 
     def admit(
@@ -126,7 +130,7 @@ class CaptureFrontend(NoCapture):
             request_id,
             params,
             num_prompt_tokens,
-            self._inbox.address,
+            self._address,
             self._live.instances(params),
         )
         if plan is not None:
@@ -288,7 +292,7 @@ class CaptureFrontend(NoCapture):
         async with self._introducing:
             if self._introduced:
                 return
-            await core.call_utility_async("introduce_capture", self._inbox.address)
+            await core.call_utility_async("introduce_capture", self._address)
             workers = len(core.core_engines) * self._stages
             deadline = monotonic() + 3 * PERIOD_SECONDS
             while self._status.num_workers() < workers and monotonic() < deadline:

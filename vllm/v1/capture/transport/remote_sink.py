@@ -13,13 +13,13 @@ from vllm.v1.capture.groups import (
     GroupSink,
     request_of,
 )
+from vllm.v1.capture.transport.addresses import rows_address
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     EndMessage,
     Outbox,
     WireChunk,
     WireEnd,
-    rows_address,
 )
 from vllm.v1.capture.types import (
     CaptureChunk,

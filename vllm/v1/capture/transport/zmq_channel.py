@@ -8,7 +8,6 @@ sends a message there.
 """
 
 import threading
-import zlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -17,7 +16,6 @@ import torch
 import zmq
 
 from vllm.logger import init_logger
-from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.capture.groups import (
     AnyChunk,
     AnyEnd,
@@ -28,6 +26,7 @@ from vllm.v1.capture.groups import (
 from vllm.v1.capture.memory.budget import collect_from
 from vllm.v1.capture.results import GroupedRows, RowsByTap, is_by_tap, sendable
 from vllm.v1.capture.stats import LaneCounters, MemoryCounters
+from vllm.v1.capture.transport.addresses import local, new_address, reachable
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender
 from vllm.v1.capture.transport.tensors import put_back, set_aside
@@ -240,7 +239,7 @@ class _Link:
     """A connection to one address; sending is serialized by a lock."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, bounded: bool):
-        self.lender = Lender(address)
+        self.lender = Lender(local(address))
         collect_from(self.lender)
         self._encoder = MsgpackEncoder(oob_tensor_consumer=self.lender)
         self._lock = threading.Lock()
@@ -248,7 +247,7 @@ class _Link:
         self._socket.setsockopt(zmq.SNDHWM, BOUND_MESSAGES if bounded else 0)
         self._socket.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
         self._socket.setsockopt(zmq.LINGER, 2000)
-        self._socket.connect(address)
+        self._socket.connect(reachable(address))
 
     def send(self, message: Message) -> None:
         with self._lock:
@@ -339,11 +338,6 @@ class Outbox:
         }
 
 
-def rows_address(address: str, instance: str) -> str:
-    """The address for a driver-side instance's rows, from its front end's address."""
-    return f"{address}-{zlib.crc32(instance.encode()):08x}"
-
-
 class Inbox:
     """The front end's side: one thread that calls `handle` with each message."""
 
@@ -353,6 +347,7 @@ class Inbox:
         address: str | None = None,
         bounded: bool = False,
         idle: Callable[[], Any] | None = None,
+        host: str | None = None,
     ) -> None:
         """Start listening.
 
@@ -362,24 +357,25 @@ class Inbox:
             address: where to listen; None chooses a new address.
             bounded: whether to keep only a few unread messages, so that senders block.
             idle: called several times a second while no message arrives.
+            host: the IP address at which workers of other hosts reach this one; None
+                if there are none.
 
         """
-        self.address = address or get_open_zmq_ipc_path()
         self._handle = handle
         self._idle = idle or (lambda: None)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, BOUND_MESSAGES if bounded else 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._borrower = Borrower(self.address)
-        self._socket.bind(self.address)
+        self.address = new_address(self._socket, address, host)
+        self._borrower = Borrower(local(self.address))
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="capture-inbox", daemon=True
         )
         self._thread.start()
         if not bounded:
-            _HERE[self.address] = self
+            _HERE[local(self.address)] = self
 
     def take(self, message: Message) -> None:
         """Handle a message, on any thread; never raises."""
@@ -419,7 +415,7 @@ class Inbox:
 
     def close(self) -> None:
         """Stop listening."""
-        _HERE.pop(self.address, None)
+        _HERE.pop(local(self.address), None)
         self._closing.set()
         self._thread.join(timeout=5)
         if self._thread.is_alive():  # It is blocked in a full queue.
@@ -432,7 +428,7 @@ class Inbox:
 
 
 _HERE: dict[str, Inbox] = {}
-"""The unbounded inboxes of this process, by address."""
+"""The unbounded inboxes of this process, by local address."""
 
 
 def hand_over(address: str, message: Message) -> bool:
@@ -442,7 +438,7 @@ def hand_over(address: str, message: Message) -> bool:
     Only the channel keeps messages of one worker in order and limits them, so rows for
     driver-side consumers, streamed rows and counters use it here too.
     """
-    inbox = _HERE.get(address)
+    inbox = _HERE.get(local(address))
     if inbox is not None:
         inbox.take(message)
     return inbox is not None
