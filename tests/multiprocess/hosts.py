@@ -16,7 +16,16 @@ import pytest
 
 TEMPORARY = "/dev/shm"
 """The folder for temporary files, which each host has for itself."""
-ENTER = 'hostname "$0" && mount -t tmpfs none /dev/shm && exec "$@"'
+ENTER = """set -e
+hostname "$0"
+mount -t tmpfs none /dev/shm
+echo "127.0.0.1 localhost $0" > /dev/shm/.hosts
+: > /dev/shm/.resolv.conf
+mount --bind /dev/shm/.hosts /etc/hosts
+mount --bind /dev/shm/.resolv.conf /etc/resolv.conf
+exec "$@"
+"""
+"""Names are looked up in `/etc/hosts` alone: a name server would be waited for."""
 HOME = "home"
 """The link from a host to this process's network."""
 

@@ -35,6 +35,10 @@ MALFORMED = (
 """What reading an answer of another form raises."""
 
 
+class ServerLostError(CaptureRunError):
+    """The server does not answer, or its engine has failed."""
+
+
 class ServerRunner:
     """A runner on a server, with several requests at a time.
 
@@ -56,8 +60,8 @@ class ServerRunner:
         self._http = httpx.Client(
             base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, limits=limits
         )
-        self._url = url
-        self._concurrency = concurrency
+        self.url = url
+        self.concurrency = concurrency
         with self._understood():
             model = self._get("/v1/models")["data"][0]
             self._served = str(model["id"])
@@ -81,21 +85,21 @@ class ServerRunner:
             raise
         except (httpx.HTTPError, *MALFORMED) as error:
             raise fail(
-                f"server: {self._url} does not answer as expected "
+                f"server: {self.url} does not answer as expected "
                 f"({type(error).__name__}: {error}); start a server of this version "
                 "there with --capture-consumers inline",
                 "server",
-                self._url,
+                self.url,
             ) from None
 
     def _hook_points(self) -> dict[int, tuple[str, ...]]:
         status = self._get("/v1/capture")
         if "inline" not in [one["name"] for one in status.get("consumers", ())]:
             raise fail(
-                f"server: {self._url} has no consumer inline; start it with "
+                f"server: {self.url} has no consumer inline; start it with "
                 "--capture-consumers inline",
                 "server",
-                self._url,
+                self.url,
             )
         self._other_widths = status.get("other_widths", {})
         return {
@@ -158,8 +162,14 @@ class ServerRunner:
                 message = reply.json()["error"]["message"]
             except (ValueError, KeyError, TypeError):
                 message = reply.text[:500]
+            if reply.is_server_error:
+                raise httpx.HTTPStatusError(
+                    f"status {reply.status_code}: {message}",
+                    request=reply.request,
+                    response=reply,
+                )
             raise fail(
-                f"server: the request was refused: {message}", "server", self._url
+                f"server: the request was refused: {message}", "server", self.url
             )
         response: dict[str, Any] = reply.json()
         return response
@@ -168,33 +178,37 @@ class ServerRunner:
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
     ) -> Iterator[Captured]:
         """Run the prompts of a shard."""
-        spec = rows.capture()
-
-        def one(prompt: Prompt) -> Captured:
-            try:
-                reply = self._complete(
-                    prompt.token_ids, spec, rows.max_tokens, rows.readouts
-                )
-                return self._captured(prompt, reply, rows, tokens)
-            except (CaptureValidationError, CaptureRunError):
-                raise
-            except httpx.HTTPError as error:
-                raise failed(
-                    prompt, f"the server does not answer: {error!r}"
-                ) from error
-            except MALFORMED as error:
-                said = f"{type(error).__name__}: {error}"
-                raise failed(
-                    prompt, f"the answer is not what was asked for: {said}"
-                ) from error
-
-        with ThreadPoolExecutor(self._concurrency) as pool:
-            jobs = [pool.submit(one, prompt) for prompt in prompts]
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            jobs = [pool.submit(self.run_one, one, rows, tokens) for one in prompts]
             try:
                 for job in as_completed(jobs):
                     yield job.result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
+
+    def run_one(self, prompt: Prompt, rows: RowsSpec, tokens: Tokens) -> Captured:
+        """Run a prompt; thread-safe.
+
+        Raises:
+            ServerLostError: the server does not answer.
+            CaptureRunError: the answer is not what was asked for.
+            CaptureValidationError: the request was refused.
+
+        """
+        ids, most = prompt.token_ids, rows.max_tokens
+        try:
+            reply = self._complete(ids, rows.capture(), most, rows.readouts)
+            return self._captured(prompt, reply, rows, tokens)
+        except (CaptureValidationError, CaptureRunError):
+            raise
+        except httpx.HTTPError as error:
+            said = f"the server does not answer: {error!r}"
+            raise failed(prompt, said, ServerLostError) from error
+        except MALFORMED as error:
+            said = f"{type(error).__name__}: {error}"
+            raise failed(
+                prompt, f"the answer is not what was asked for: {said}"
+            ) from error
 
     def _captured(
         self, prompt: Prompt, reply: dict[str, Any], rows: RowsSpec, tokens: Tokens

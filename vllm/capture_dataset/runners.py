@@ -175,10 +175,12 @@ def captured(
     )
 
 
-def failed(prompt: Prompt, reason: str | None) -> CaptureRunError:
+def failed(
+    prompt: Prompt, reason: str | None, kind: type[CaptureRunError] = CaptureRunError
+) -> CaptureRunError:
     """The error for a prompt without rows."""
     entry = prompt.entry
-    return CaptureRunError(
+    return kind(
         f"{entry.where} (id {entry.prompt_id!r}) could not be captured: {reason}"
     )
 

@@ -23,6 +23,7 @@ from vllm.v1.capture.worker.worker import WorkerCapture
 from vllm.v1.readouts import results
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling
 from vllm.v1.readouts.worker import operations, worker
+from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.pending import PendingReadouts
 from vllm.v1.residual.step_layout import StepLayout
 from vllm.v1.steering.worker.doses import PendingDoses, StepDoses
@@ -78,7 +79,7 @@ FEATURES = {
 PLACES: dict[str, tuple[Any, str, str]] = {
     "probe": (operations, "probe_values", "read"),
     "probes of requests": (operations, "stacked_probe_values", "read"),
-    "lens": (operations, "lens_values", "read"),
+    "lens": (Head, "lens_values", "read"),
     "SAE": (operations, "sae_values", "read"),
     "norms": (operations, "norms", "read"),
     "sums": (worker, "reduce_rows", "read"),

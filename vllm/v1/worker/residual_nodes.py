@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_world_group,
 )
+from vllm.v1.worker.node_watch import watch_nodes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,6 +56,9 @@ def check_nodes(vllm_config: "VllmConfig") -> None:
             raise ValueError(f"node {node} differs from node {first_node}: {problem}")
     for name, root in _roots(vllm_config).items():
         _check_shared(name, root)
+    if parallel.nnodes > 1:  # Ray watches its actors itself.
+        rank = get_world_group().rank_in_group
+        watch_nodes(rank, parallel.node_rank_within_dp, _node(), _gathered)
 
 
 def facts_of(vllm_config: "VllmConfig") -> Facts:

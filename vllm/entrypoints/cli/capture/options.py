@@ -45,14 +45,22 @@ def add_arguments(parser: Any) -> None:
     _add_rows(parser.add_argument_group("rows", "The rows to capture of each prompt."))
     _add_output(parser.add_argument_group("output", "The data set to write."))
     server = parser.add_argument_group(
-        "server", "Use a server instead of an engine in this process."
+        "server", "Use servers instead of an engine in this process."
     )
     server.add_argument(
-        "--server", metavar="URL", help="URL, such as http://host:8000."
+        "--server",
+        nargs="+",
+        action="extend",
+        metavar="URL",
+        help="URLs, such as http://host:8000, of servers of one model, which share "
+        "the prompts.",
     )
-    server.add_argument("--api-key", help="API key of the server.")
+    server.add_argument("--api-key", help="API key of the servers.")
     server.add_argument(
-        "--concurrency", type=int, default=32, help="Number of concurrent requests."
+        "--concurrency",
+        type=int,
+        default=32,
+        help="Number of concurrent requests at each server.",
     )
 
 

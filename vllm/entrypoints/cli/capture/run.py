@@ -120,8 +120,13 @@ def _check_folder(survey: Survey, rows: RowsSpec, output: OutputSpec) -> None:
 def _runner(args: argparse.Namespace) -> Any:
     if args.server is not None:
         from vllm.capture_dataset.remote import ServerRunner
+        from vllm.capture_dataset.servers import ServersRunner
 
-        return ServerRunner(args.server, args.tokenizer, args.api_key, args.concurrency)
+        servers = [
+            ServerRunner(url, args.tokenizer, args.api_key, args.concurrency)
+            for url in dict.fromkeys(args.server)
+        ]
+        return servers[0] if len(servers) == 1 else ServersRunner(servers)
     from vllm import LLM
     from vllm.capture_dataset.runners import CONSUMER, EngineRunner
     from vllm.engine.arg_utils import EngineArgs

@@ -10,6 +10,7 @@ from torch import nn
 
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.readouts.worker.kinds import Arrays
+from vllm.v1.readouts.worker.shards import local_logits_of, shard_values
 
 NORMS = (
     "norm",
@@ -104,6 +105,9 @@ class Head:
         self._model: Any = model
         self._norm: Any = None
         self._divisor = 1.0
+        self._local = None if has_adapters else local_logits_of(model)
+        if self._local is not None:
+            self._rows_at_once *= model.lm_head.tp_size  # type: ignore[operator, union-attr]
         if last_layer is None:
             self.refusal = ELSEWHERE
             return
@@ -123,27 +127,44 @@ class Head:
             for module in model.modules():  # MiniCPM divides before its head.
                 self._divisor = float(getattr(module, "scale_width", self._divisor))
 
-    def log_probs(
-        self, rows: torch.Tensor, adapters: Sequence[int] | None = None
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Log-probabilities of rows `[n, hidden_size]`, in batches of limited memory.
+    def lens_values(
+        self,
+        rows: torch.Tensor,
+        top_k: int,
+        tokens: tuple[int, ...],
+        adapters: Sequence[int] | None = None,
+    ) -> Arrays:
+        """The `top_k` likeliest tokens of each row, and log-probabilities of `tokens`.
 
-        A collective under tensor parallelism: all ranks must call it.
+        A collective under tensor parallelism: all ranks must call it. Memory for logits
+        is limited: rows are taken in batches.
 
         Args:
-            rows: `[n, hidden_size]`.
+            rows: `[R, hidden_size]`.
+            top_k: number of tokens.
+            tokens: ids below the vocabulary's size.
             adapters: the number of each row's adapter; None if there are none.
 
-        Yields:
-            A slice of the rows and their float32 `[rows, vocab_size]`. Nothing on a
-            rank that gets no logits.
+        Returns:
+            `token_ids` int32 and `logprobs` float32 `[R, top_k]` if `top_k`, and
+            `token_logprobs` float32 `[R, len(tokens)]` if there are `tokens`. Empty on
+            a rank that gets no logits.
 
         """
+        wanted = torch.tensor(tokens, device=rows.device) if tokens else None
+        parts = []
         for start in range(0, len(rows), self._rows_at_once):
-            span = slice(start, min(start + self._rows_at_once, len(rows)))
-            logits = self.logits(rows[span], adapters and adapters[span])
-            if logits is not None:
-                yield span, logits.float().log_softmax(dim=-1)
+            span = slice(start, start + self._rows_at_once)
+            if self._local is not None:
+                logits = self._local(self._normed(rows[span]))
+                head = self._model.lm_head
+                parts.append(shard_values(head, logits, top_k, wanted, largest))
+                continue
+            found = self.logits(rows[span], adapters and adapters[span])
+            if found is not None:
+                parts.append(_whole_values(found, top_k, wanted))
+        names = parts[0] if parts else ()
+        return {name: torch.cat([part[name] for part in parts]) for name in names}
 
     def logits(
         self, rows: torch.Tensor, adapters: Sequence[int] | None = None
@@ -152,13 +173,15 @@ class Head:
 
         Without `adapters` they are those of the model without any.
         """
-        normed = self._norm(rows)
-        if isinstance(normed, tuple):
-            normed = normed[0]
-        if self._divisor != 1.0:
-            normed = normed / self._divisor
         with self._with(adapters or [0] * len(rows)):
-            found: torch.Tensor | None = self._model.compute_logits(normed)
+            found: torch.Tensor | None = self._model.compute_logits(self._normed(rows))
+        return found
+
+    def _normed(self, rows: torch.Tensor) -> torch.Tensor:
+        """The input of the unembedding."""
+        normed = self._norm(rows)
+        normed = normed[0] if isinstance(normed, tuple) else normed
+        found: torch.Tensor = normed if self._divisor == 1.0 else normed / self._divisor
         return found
 
     @contextmanager
@@ -237,35 +260,17 @@ def _norms(owner: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def lens_values(
-    head: Head,
-    rows: torch.Tensor,
-    top_k: int,
-    tokens: tuple[int, ...],
-    adapters: Sequence[int] | None = None,
+def _whole_values(
+    logits: torch.Tensor, top_k: int, tokens: torch.Tensor | None
 ) -> Arrays:
-    """The `top_k` most likely tokens of each row, and log-probabilities of `tokens`.
-
-    Returns:
-        `token_ids` int32 and `logprobs` float32 `[R, top_k]` if `top_k`, and
-        `token_logprobs` float32 `[R, len(tokens)]` if there are `tokens`. Empty on a
-        rank that gets no logits.
-
-    """
-    wanted = torch.tensor(tokens, device=rows.device) if tokens else None
-    ids, best, named = [], [], []
-    for _, logs in head.log_probs(rows, adapters):
-        if top_k:
-            values, indices = largest(logs, top_k)
-            ids.append(indices.to(torch.int32))
-            best.append(values)
-        if wanted is not None:
-            named.append(logs[:, wanted])
+    """As `Head.lens_values`, of logits `[R, vocab_size]`."""
+    logs = logits.float().log_softmax(dim=-1)
     found: Arrays = {}
-    if ids:
-        found |= {"token_ids": torch.cat(ids), "logprobs": torch.cat(best)}
-    if named:
-        found["token_logprobs"] = torch.cat(named)
+    if top_k:
+        values, indices = largest(logs, top_k)
+        found |= {"token_ids": indices.to(torch.int32), "logprobs": values}
+    if tokens is not None:
+        found["token_logprobs"] = logs[:, tokens]
     return found
 
 

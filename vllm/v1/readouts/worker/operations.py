@@ -8,7 +8,7 @@ import torch
 
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.worker.custom import CustomReadouts
-from vllm.v1.readouts.worker.head import Head, lens_values
+from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.jobs import Job, ReadingRequest
 from vllm.v1.readouts.worker.kinds import (
     Arrays,
@@ -74,7 +74,7 @@ class Operations:
                 if translator is not None:
                     rows = translated(job, rows, translator)
                 adapters = self._adapters(job) if self._head.has_adapters else None
-                return lens_values(self._head, rows, top_k, tokens, adapters)
+                return self._head.lens_values(rows, top_k, tokens, adapters)
             case ("sae", SparseAutoencoder() as sae, top_k, features):
                 return sae_values(sae, rows, top_k, features)
             case ("norm",):

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine over two hosts: one result, and an error that names a host that is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from examples.demo import serving
+from tests.multiprocess.hosts import Hosts, hosts, started
+from tests.support.hf_reference import Reference, relative_error
+from tests.support.models import llama
+from vllm.v1.capture.consumers.filesystem import read_request
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(1800),
+]
+
+LAYERS, WIDTH, NEW_TOKENS = 3, 64, 4
+HOOKS = ("pre_attn", "post_attn", "post_block")
+EVERYWHERE = {"hooks": dict.fromkeys(HOOKS, "all"), "positions": "all"}
+START_SECONDS = 600
+Body = dict[str, Any]
+
+
+class Nodes(NamedTuple):
+    """The processes of both nodes, and their logs."""
+
+    client: httpx.Client
+    processes: "list[subprocess.Popen[bytes]]"
+    logs: list[Path]
+    names: list[str]
+
+    def ask(self, **fields: Any) -> httpx.Response:
+        """A completion."""
+        body = {"model": "m", "prompt": "The dog went", "max_tokens": NEW_TOKENS}
+        body |= {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+        return self.client.post("/v1/completions", json=body | fields)
+
+
+@contextmanager
+def started_on(
+    places: Hosts, folder: Path, model: Path, split: str, root: str
+) -> Iterator[Nodes]:
+    """Start both nodes; they may still load the model."""
+    environment = {
+        **serving.ENVIRONMENT,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if split == "pipeline" else "0",
+    }
+    program = [sys.executable, "-m", "tests.multiprocess.launch", str(model)]
+    program += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
+    program += ["--max-model-len", "256", "--max-num-seqs", "4", "--enable-steering"]
+    program += ["--gpu-memory-utilization", "0.2", f"--{split}-parallel-size", "2"]
+    for consumer in ("inline", f"filesystem:root={root}"):
+        program += ["--capture-consumers", consumer]
+    program += ["--distributed-executor-backend", "mp", "--nnodes", "2"]
+    program += ["--master-addr", places.addresses[0], "--node-rank"]
+    ends = [["0", "--host", "0.0.0.0", "--port", "8000"], ["1", "--headless"]]
+    logs = [folder / f"log{index}" for index in range(2)]
+    processes = [
+        started(
+            places.command(index, [*program, *ends[index]]),
+            environment | places.environment(index),
+            logs[index],
+        )
+        for index in range(2)
+    ]
+    try:
+        with httpx.Client(base_url=places.url, timeout=300) as client:
+            yield Nodes(client, processes, logs, places.names)
+    finally:
+        for process in processes:
+            serving.stop(process, patience=5)
+
+
+def wait_until_ready(nodes: Nodes) -> None:
+    deadline = monotonic() + START_SECONDS
+    while nodes.processes[0].poll() is None and monotonic() < deadline:
+        try:
+            if nodes.client.get("/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            sleep(1)
+    raise AssertionError(nodes.logs[0].read_text()[-5000:])
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[Hosts]:
+    with hosts() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("llama"), LAYERS)
+
+
+def payload(response: httpx.Response) -> dict[tuple[int, str], torch.Tensor]:
+    """The rows of `inline`."""
+    import base64
+
+    assert response.status_code == 200, response.text
+    result = response.json()["capture_results"]["inline"]
+    assert result["status"] == "ok", result
+    found = {}
+    for entry in result["payload"]:
+        rows = np.frombuffer(base64.b64decode(entry["data"]), entry["dtype"])
+        shaped = torch.from_numpy(rows.copy()).view(entry["shape"])
+        found[entry["layer"], entry["hook"]] = shaped
+    return found
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_two_nodes_serve_as_one_and_a_killed_one_is_named(
+    places: Hosts, model: Path, tmp_path: Path, split: str
+) -> None:
+    root = tmp_path / "files"
+    with started_on(places, tmp_path, model, split, str(root)) as nodes:
+        wait_until_ready(nodes)
+        capture = {"inline": EVERYWHERE, "filesystem": EVERYWHERE | {"request_id": "a"}}
+        response = nodes.ask(capture=capture, capture_wait=True)
+        rows = payload(response)
+        written = response.json()["capture_results"]["filesystem"]
+        assert written["status"] == "ok", written
+        stored = read_request(root, "default", "a")
+        (entry,) = [
+            one
+            for one in response.json()["capture_results"]["inline"]["payload"]
+            if (one["layer"], one["hook"]) == (0, "pre_attn")
+        ]
+        expected = Reference(model).stream(entry["token_ids"])
+        assert (
+            rows.keys()
+            == stored.keys()
+            == {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
+        )
+        for tap, found in rows.items():
+            assert relative_error(found, expected[tap]) < 1e-4, tap
+            assert torch.equal(found, stored[tap]), tap
+        vector = np.random.default_rng(0).normal(size=WIDTH).tolist()
+        # On either node with pipeline stages. Rows are read before they are changed.
+        seen_at = {
+            (0, "post_block"): (1, "pre_attn"),
+            (2, "post_attn"): (2, "post_block"),
+        }
+        for (layer, hook), seen in seen_at.items():
+            at = {hook: {str(layer): vector}}
+            changed = payload(
+                nodes.ask(steering_vectors=at, capture={"inline": EVERYWHERE})
+            )
+            prompt = len(entry["token_ids"]) - NEW_TOKENS + 1
+            moved = (changed[seen] - rows[seen])[:prompt]
+            added = torch.tensor(vector).expand_as(moved)
+            assert torch.equal(
+                changed[layer, hook][:prompt], rows[layer, hook][:prompt]
+            )
+            error = relative_error(moved, added)
+            assert error < 1e-4 or (layer == 2 and moved.abs().max() > 0.1)
+        _kill_the_second(nodes, root)
+
+
+def _kill_the_second(nodes: Nodes, root: Path) -> None:
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    capture = {"filesystem": EVERYWHERE | {"request_id": "b"}}
+    body = {"model": "m", "prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    with nodes.client.stream(
+        "POST", "/v1/completions", json=body | {"stream": True, "capture": capture}
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.killpg(nodes.processes[1].pid, signal.SIGKILL)
+        try:
+            rest = list(lines)
+        except httpx.TransportError as error:
+            rest = [repr(error)]
+    assert "[DONE]" not in rest[-2:] or any("error" in line for line in rest), rest
+    nodes.processes[0].wait(120)
+    log = nodes.logs[0].read_text()
+    assert f"Node {nodes.names[1]} (" in log and "is gone, and rank 1" in log
+    assert {path: path.read_bytes() for path in before} == before
+    assert not [path for path in root.rglob("b/*.json")]
+
+
+def test_a_root_that_is_another_folder_on_each_node_is_refused_at_the_start(
+    places: Hosts, model: Path, tmp_path: Path
+) -> None:
+    with started_on(places, tmp_path, model, "pipeline", "/dev/shm/rows") as nodes:
+        assert nodes.processes[0].wait(START_SECONDS) != 0
+        log = nodes.logs[0].read_text()
+    assert "root='/dev/shm/rows' of node" in log
+    assert f"another folder on node {places.names[1]}" in log
+    assert "or use the consumer 'inline'" in log
