@@ -72,7 +72,7 @@ def run(*servers: Any, prompts: Any = PROMPTS) -> list[Any]:
 
 def test_each_prompt_is_run_once_by_any_server_within_its_bound() -> None:
     servers = [Server("a"), Server("b")]
-    found = run(*servers)
+    found: Any = run(*servers)
     assert sorted(number for number, _ in found) == list(range(len(PROMPTS)))
     assert sum(one.asked for one in servers) == len(PROMPTS)
     assert all(one.most_at_once <= one.concurrency for one in servers)
@@ -84,7 +84,7 @@ def test_the_others_take_the_share_of_a_lost_server(lost_after: int) -> None:
     runner = ServersRunner([lost, Server("b"), Server("c")])  # type: ignore[list-item]
     unused: Any = None
     for _ in range(2):  # It is not asked again for the next shard.
-        found = list(runner.run(PROMPTS, unused, unused))
+        found: Any = list(runner.run(PROMPTS, unused, unused))
         counts = Counter(number for number, _ in found)
         assert counts == Counter(range(len(PROMPTS)))
     assert lost.asked <= lost_after + lost.concurrency

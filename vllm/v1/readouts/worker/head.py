@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.readouts.worker.shards import local_logits_of, shard_values
@@ -107,7 +108,7 @@ class Head:
         self._divisor = 1.0
         self._local = None if has_adapters else local_logits_of(model)
         if self._local is not None:
-            self._rows_at_once *= model.lm_head.tp_size  # type: ignore[operator, union-attr]
+            self._rows_at_once *= get_tensor_model_parallel_world_size()
         if last_layer is None:
             self.refusal = ELSEWHERE
             return
