@@ -19,7 +19,7 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
-.PHONY: venv weave check format lint size type test test-soak test-multiprocess test-hostile test-page test-processors test-real test-interop parity test-gpu test-native wheel models real-model docs demo clean
+.PHONY: venv weave check format lint size type test test-soak test-multiprocess test-hostile test-page test-processors test-real test-interop test-upstream parity test-gpu test-native wheel models real-model docs demo clean
 
 venv: $(INSTALLED)  ## The environment, with the fork installed editable
 	@$(BIN)/python -m fork build --device $(DEVICE)
@@ -76,6 +76,9 @@ test-multiprocess: venv  ## Models over several processes, features in combinati
 
 test-hostile: venv  ## Attacks that take minutes: thousands of spoilt bodies, bad plug-ins
 	$(BIN)/python -m pytest -m hostile -s tests/hostile
+
+test-upstream: venv  ## Upstream's own tests of what the fork edits
+	PYTHONPATH=. $(BIN)/python -m tests.upstream.run -n $(JOBS)
 
 PEERS ?= transformer_lens saelens tables inspect_ai interp_engine
 

@@ -16,7 +16,7 @@ from tests.support.models import llama
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.check import run as check
-from vllm.interop.activation_capture import analysis
+from vllm.interop.activation_capture import analysis, tools
 from vllm.interop.activation_capture.device import DeviceEncoder
 from vllm.interop.activation_capture.encoding import (
     Encoding,
@@ -71,6 +71,7 @@ def test_files_hold_every_token_of_every_layer(llm: LLM, model: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     for output in llm.generate(PROMPTS, params):
         manifest = output.capture_results["activation_capture"].payload
+        assert output.metrics.extras == {"activation_manifest": manifest}
         folder = Path(manifest["output_dir"])
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
         sequence = manifest["sequences"]["0"]
@@ -357,3 +358,23 @@ def test_the_command_ends_well(model: Path) -> None:
     done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "OK:" in done.stdout
+
+
+def test_the_tools_say_that_nothing_needs_patching(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert tools.patch(["--model", "llama"]) == 0
+    assert "llama: nothing needs patching (LlamaDecoderLayer" in capsys.readouterr().out
+    assert tools.patch(["--model", "clip"]) == tools.patch(["--model", "nothing"]) == 1
+    assert "nothing: no such module" in capsys.readouterr().err
+    assert tools.check(["--model", "qwen2"]) == 0
+    told = capsys.readouterr().out
+    assert "worker: " in told and "qwen2: nothing needs patching" in told
+
+
+@pytest.mark.parametrize("flags", [["--check"], ["--all"], ["--model", "all"]])
+def test_every_model_that_the_tools_know_is_ready(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tools.patch(flags) == 0
+    assert capsys.readouterr().out.count("nothing needs patching") == len(tools.MODELS)

@@ -43,6 +43,7 @@ class ActivationFilesConsumer(StorageSink):
 
     reads_client_spec: ClassVar[bool] = False
     remembers_specs: ClassVar[bool] = False
+    metrics_key: ClassVar[str] = "activation_manifest"
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._files = _Files.parse(params, vllm_config)

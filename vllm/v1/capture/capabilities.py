@@ -56,6 +56,8 @@ class ConsumerCapabilities:
     """The directory it writes to; no two instances may share one."""
     global_spec: Callable[[], Any] | None
     """`global_capture_spec`: what it captures of every request."""
+    metrics_key: str
+    """If set, its payload is also in `RequestOutput.metrics.extras` under this key."""
     places_of: PlacesOf | None
     """None if its requests have no output paths that must be kept apart."""
 
@@ -113,6 +115,7 @@ def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
         max_inflight_bytes=getattr(consumer, "max_inflight_bytes", None),
         folder=None if folder is None else Path(folder),
         global_spec=getattr(consumer, "global_capture_spec", None),
+        metrics_key=str(getattr(consumer, "metrics_key", "")),
         places_of=places_of,
     )
 

@@ -34,6 +34,7 @@ from vllm.v1.capture.transport.zmq_channel import (
 )
 from vllm.v1.capture.types import CaptureChunk, CaptureResult
 from vllm.v1.capture.worker.stats_reporter import PERIOD_SECONDS
+from vllm.v1.metrics.stats import RequestStateStats
 from vllm.v1.residual.capture_plan import LIVE
 
 if TYPE_CHECKING:
@@ -202,6 +203,19 @@ class CaptureFrontend(NoCapture):
             found = self._requests.results(output.capture_id, output.request_id)
             if found is not None:
                 output.capture_results = found
+                self._extend_metrics(output)
+
+    def _extend_metrics(self, output: "RequestOutput") -> None:
+        """Put payloads where scripts of other systems look for them."""
+        capabilities = self._admission.capabilities
+        extras = {
+            capabilities[name].metrics_key: result.payload
+            for name, result in (output.capture_results or {}).items()
+            if capabilities[name].metrics_key and result.payload is not None
+        }
+        if extras:
+            output.metrics = output.metrics or RequestStateStats()
+            output.metrics.extras = extras  # type: ignore[attr-defined]
 
     def note_results(self, outputs: Sequence["RequestOutput"]) -> None:
         """Attach the results known so far to the final ones of `outputs`."""

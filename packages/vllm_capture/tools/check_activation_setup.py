@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tool of vllm-activation-capture, see `vllm.interop.activation_capture.tools`."""
+
+import sys
+
+from vllm.interop.activation_capture.tools import check
+
+if __name__ == "__main__":
+    sys.exit(check())
