@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of the request bodies of `/v1/steering`, for the OpenAPI document.
 
-The routes read their bodies themselves, after checking the key. What a vector may be is
-checked at admission, and described in `docs/steering/`.
+The routes read their bodies themselves, after checking the key. The forms of a vector
+are named; the keys of an entry are checked at admission, and described in
+`docs/steering/`.
 """
 
 from typing import Any
+
+from vllm.v1.steering.spec.entry import OPS
+from vllm.v1.steering.spec.parse import PACKED_KEYS
 
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string", "minLength": 1}
 FLAG: Schema = {"type": "boolean", "default": False}
 OBJECT: Schema = {"type": "object"}
+NUMBERS: Schema = {"type": "array", "items": {"type": "number"}}
+ENTRY: Schema = {
+    "type": "object",
+    "properties": {"op": {"enum": list(OPS)}},
+    "anyOf": [{"required": [key]} for key in ("op", "vector", "vectors")],
+}
+AT_A_PLACE: list[Schema] = [NUMBERS, ENTRY, {"type": "array", "items": ENTRY}]
+PACKED: Schema = {"type": "object", "required": sorted(PACKED_KEYS - {"scales"})}
+BY_LAYER: Schema = {"type": "object", "additionalProperties": {"anyOf": AT_A_PLACE}}
 BY_HOOK: Schema = {
     "type": "object",
-    "description": "By hook point: vectors, numbers or entries by layer, or packed.",
+    "description": "By hook point: numbers, an entry or several by layer, or packed; "
+    "by the address of a place: numbers, an entry or several.",
+    "additionalProperties": {"anyOf": [PACKED, BY_LAYER, *AT_A_PLACE]},
 }
 TIERS: dict[str, Schema] = dict.fromkeys(
     (
