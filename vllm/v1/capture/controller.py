@@ -96,7 +96,7 @@ class SteeringController(SyncCaptureConsumer):
         known = self._latched[conversation]
         if getattr(known, "req_id", None) is None:
             return []  # It holds for all requests already.
-        return [replace(known, req_id=req_id)]  # type: ignore[call-arg]
+        return [replace(known, req_id=req_id)]  # type: ignore[arg-type]
 
     def _latch(self, conversation: str, action: Action) -> None:
         size = _size(action)

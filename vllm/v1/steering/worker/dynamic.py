@@ -228,9 +228,10 @@ class DynamicSteering:
             )
             return
         tier = self.tier._replace(monitor=monitor)
-        gated = [tier.vectors, *(o.vectors for o in self._gated(monitor).values())]
-        for vectors in gated if monitor is not None else ():
-            monitor.check(vectors)
+        if monitor is not None:
+            monitor.check(tier.vectors)
+            for override in self._gated(monitor).values():
+                monitor.check(override.vectors)
         changed = self._gated(self.tier.monitor) | self._gated(monitor)
         self.tier = tier
         for req_id, override in changed.items():
