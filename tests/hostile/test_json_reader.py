@@ -2,13 +2,19 @@
 """Bodies are read as the standard library reads them; excess is refused."""
 
 import json
+from time import thread_time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.entrypoints.serve.utils.json_reader import BodyError, BodyLimits, read_json
+from vllm.entrypoints.serve.utils.json_reader import (
+    PIECE_BYTES,
+    BodyError,
+    BodyLimits,
+    read_json,
+)
 from vllm.v1.residual.plain_data import unique_object
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
@@ -46,6 +52,40 @@ def test_what_is_read_is_what_the_standard_library_reads(
     except BodyError:
         return
     assert found == json.loads(raw, object_pairs_hook=unique_object)
+
+
+SLOW = (
+    *("1e308", "-1e+308", "9.9E307", "1.7976931348623157e308", "5e-324", "1e-0307"),
+    *("1" * 330 + "e-30", "0." + "7" * 400, "-" + "9" * 300 + ".5"),
+)
+
+
+@pytest.mark.parametrize("number", SLOW)
+def test_numbers_that_msgspec_converts_slowly_are_read_soon(number: str) -> None:
+    raw = f"[{', '.join([number] * 9)}]".encode()
+    assert read_json(raw) == json.loads(raw)
+    most = (900 << 10) // (len(number) + 1)
+    raw = f"[{','.join([number] * most)}]".encode()
+    begun = thread_time()
+    read_json(raw)
+    assert thread_time() - begun < 0.25, "msgspec's own conversion takes up to 1.5 s"
+
+
+def test_infinity_is_out_of_range_however_it_is_read() -> None:
+    for raw in (b"[1e999]", b"[-1e400, 0.5]", b"[" + b"9" * 99_999 + b".0]"):
+        with pytest.raises(BodyError, match="out of range"):
+            read_json(raw)
+
+
+@pytest.mark.parametrize("before", [0, PIECE_BYTES - 3, PIECE_BYTES - 10])
+def test_half_a_character_is_found_wherever_it_is(before: int) -> None:
+    pair = b"\\ud83d\\ude00"
+    raw = b'["' + b"x" * before + pair
+    with pytest.raises(BodyError, match="lone surrogate"):
+        read_json(raw + pair[:6] + b'"]')
+    with pytest.raises(BodyError) as found:
+        read_json(raw)
+    assert "surrogate" not in str(found.value)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])

@@ -14,6 +14,7 @@ import pytest
 
 from tests.hostile.client import Client, watching
 from tests.hostile.conftest import INLINE_BYTES, WIDTH
+from tests.hostile.memory import run_in
 from tests.support.server import Server
 from vllm.entrypoints.serve.interp_engine.room import MOST_BYTES, MOST_TOGETHER
 
@@ -177,3 +178,96 @@ def test_large_results_of_readouts_delay_nobody(
     print(f"more memory at the peak: {more >> 20} MiB")
     assert max(watch.owned) < 0.25
     assert more < 64 << 20
+
+
+LIMITS = "vllm.v1.capture.frontend.inflight_limit"
+SENDING = "vllm.entrypoints.serve.capture.sending"
+
+
+def set_limit(server: Server, size: str) -> None:
+    """Let results of readouts take together at most so much."""
+    source = f"""
+import gc
+import sys
+
+module = sys.modules.get({LIMITS!r})
+for one in gc.get_objects():
+    if module is not None and type(one) is module.RowLimits and one.limits:
+        one.limits[module.RESULTS] = {size.replace("DEFAULT", "module.RESULT_BYTES")}
+"""
+    run_in(server, source)
+
+
+def set_stall(server: Server, seconds: float) -> None:
+    """Let responses be cut after so many seconds in which nothing is read."""
+    source = f"""
+import sys
+
+module = sys.modules.get({SENDING!r})
+if module is not None:
+    module.STALL_SECONDS = {seconds}
+"""
+    run_in(server, source)
+
+
+@pytest.mark.hostile
+def test_results_of_readouts_that_nobody_reads_are_bounded_and_cut(
+    attacked: Server, client: Client, api_key: str, opened: ExitStack
+) -> None:
+    most = 200 << 20
+    set_limit(attacked, str(most))
+    opened.callback(set_limit, attacked, "DEFAULT")
+    opened.callback(set_stall, attacked, 120.0)
+    before = resident(attacked.pid)
+    deaf = [Deaf(attacked, api_key, READOUTS) for _ in range(6)]
+    for one in deaf:
+        opened.enter_context(one.socket)
+    assert sum(one.is_admitted() for one in deaf) == 2
+    assert resident(attacked.pid) - before < most
+    refused = client.post("/v1/completions", READOUTS)
+    assert refused.status == 400 and "unread responses" in str(refused.body)
+    assert refused.body["error"]["param"] == "readouts"
+    small = {**READOUTS, "prompt": PROMPT[:2]}
+    assert client.post("/v1/completions", small).status == 200
+    for one in deaf:  # Two responses that nobody reads, cut after two seconds.
+        one.socket.close()
+    set_stall(attacked, 2.0)
+    deaf = [Deaf(attacked, api_key, READOUTS) for _ in range(2)]
+    for one in deaf:
+        opened.enter_context(one.socket)
+    assert all(one.is_admitted() for one in deaf)
+    deadline = monotonic() + 60
+    while client.post("/v1/completions", READOUTS).status != 200:
+        assert monotonic() < deadline, "clients that do not read hold memory"
+        sleep(0.5)
+    assert "has not read its response for 2 s" in attacked.log.read_text()
+
+
+@pytest.mark.hostile
+def test_a_client_reads_the_error_of_a_step(attacked: Server, client: Client) -> None:
+    source = """
+import sys
+
+module = sys.modules.get("vllm.v1.steering.worker.worker")
+if module is not None:
+    usual = module.WorkerSteering.plan_step
+
+    def failing(*given, **named):
+        module.WorkerSteering.plan_step = usual
+        raise ValueError("injected \\ud800")
+
+    module.WorkerSteering.plan_step = failing
+"""
+    steered = {
+        "model": "tiny",
+        "prompt": PROMPT[:4],
+        "max_tokens": 3,
+        "steering_vectors": {"post_block": {"1": [0.5] * WIDTH}},
+    }
+    for streamed in (False, True):
+        run_in(attacked, source)
+        reply = client.post("/v1/completions", {**steered, "stream": streamed})
+        assert reply.status == (200 if streamed else 500), reply
+        assert "failed: ValueError: injected \\\\ud800" in str(reply.body), reply
+        usual = client.post("/v1/completions", steered)
+        assert usual.status == 200, usual

@@ -45,8 +45,13 @@ async def read_lenses(
     async for output in model._outputs(prompt, params):
         tokens += output.outputs[0].token_ids
         found = output.outputs[0].readouts or {}
-        for position in _news(found, shown):
-            yield _step(found, parts, position, tokens, len(prompt))
+        news = _news(found, shown)
+        rows = {
+            key: {position: row for row, position in enumerate(one.positions)}
+            for key, one in found.items()
+        }
+        for position in news:
+            yield _step(found, rows, parts, position, tokens, len(prompt))
             shown = position + 1
             if position >= len(prompt) and tokens[position] == stop:
                 return
@@ -112,6 +117,7 @@ def _news(found: Mapping[str, Any], shown: int) -> list[int]:
 
 def _step(
     found: Mapping[str, Any],
+    rows: Mapping[str, Mapping[int, int]],
     parts: Sequence[Sequence[Part]],
     position: int,
     tokens: Sequence[int],
@@ -123,8 +129,7 @@ def _step(
         for key, layer in own:
             result = found[key]
             layers = [tap[0] for tap in result.taps]
-            row = result.positions.index(position)
-            places.append((result, row, layers.index(layer)))
+            places.append((result, rows[key][position], layers.index(layer)))
         ids.append(
             torch.stack([torch.from_numpy(r["token_ids"][n, t]) for r, n, t in places])
         )

@@ -2,6 +2,7 @@
 """interp-engine's `EngineAPI` on an `AsyncLLM`."""
 
 import asyncio
+import base64
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -92,7 +93,9 @@ class ServedModel(ModelFacts):
         """
         if not detach:
             raise ValueError("detach=False: an engine keeps no gradients; leave it out")
-        steering = steering_of(self, steering_spec, prompt_token_ids)
+        steering = await asyncio.to_thread(
+            steering_of, self, steering_spec, prompt_token_ids
+        )
         vectors = steering.vectors
         taps = {address_of(p, tap_of(p)): self._tap(p, vectors) for p in points}
         positions: Any = "all_prompt"
@@ -130,10 +133,14 @@ class ServedModel(ModelFacts):
             ValueError: an argument is unsupported; the message names it.
 
         """
-        steering = steering_of(self, steering_spec, prompt_token_ids)
+        steering = await asyncio.to_thread(
+            steering_of, self, steering_spec, prompt_token_ids
+        )
         readouts: dict[str, Any] = {}
         for number, one in enumerate(directions):
-            readouts |= self._probes(number, one, steering.vectors)
+            readouts |= await asyncio.to_thread(
+                self._probes, number, one, steering.vectors
+            )
         params = SamplingParams(
             max_tokens=1,
             temperature=0,
@@ -165,8 +172,8 @@ class ServedModel(ModelFacts):
                 f"directions {number}: nonlinearity={shown(one.nonlinearity)}; use "
                 "'none' or 'relu', or register a probe with jumprelu"
             )
-        bias = torch.zeros(len(matrix)) if one.bias is None else decode_tensor(one.bias)
-        if bias.shape != (len(matrix),):
+        bias = None if one.bias is None else decode_tensor(one.bias)
+        if bias is not None and bias.shape != (len(matrix),):
             raise ValueError(
                 f"directions {number}: bias must be [{len(matrix)}], not "
                 f"{list(bias.shape)}"
@@ -174,14 +181,21 @@ class ServedModel(ModelFacts):
         layer, hook = self._tap(one.point, vectors)
         common = {"kind": "probe", "layer": layer, "hook": hook}
         common |= {"positions": "all_prompt", "activation": one.nonlinearity}
-        return {
-            f"{number}.{first}": {
-                **common,
-                "vectors": matrix[first : first + DIRECTIONS_AT_ONCE].tolist(),
-                "bias": bias[first : first + DIRECTIONS_AT_ONCE].tolist(),
+        probes = {}
+        for first in range(0, len(matrix), DIRECTIONS_AT_ONCE):
+            own = slice(first, first + DIRECTIONS_AT_ONCE)
+            # Packed: millions of numbers in lists would hold the event loop for long.
+            vectors = {
+                "dtype": "float32",
+                "shape": list(matrix[own].shape),
+                "data": base64.b64encode(matrix[own].numpy().tobytes()).decode(),
             }
-            for first in range(0, len(matrix), DIRECTIONS_AT_ONCE)
-        }
+            probes[f"{number}.{first}"] = {
+                **common,
+                "vectors": vectors,
+                "bias": 0.0 if bias is None else bias[own].tolist(),
+            }
+        return probes
 
     async def unembed_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
         """The unembedding's rows of tokens, `[tokens, d_model]`, in its own dtype.
@@ -285,7 +299,9 @@ class ServedModel(ModelFacts):
                 "jacobians: install them once with set_lens_jacobians, and name the "
                 "set in LensSpec.jacobian_set"
             )
-        steering = steering_of(self, steering_spec, prompt_token_ids)
+        steering = await asyncio.to_thread(
+            steering_of, self, steering_spec, prompt_token_ids
+        )
         params = SamplingParams(
             # Rows exist for tokens that are fed back, so one more token is generated.
             max_tokens=max_tokens + 1,
@@ -325,7 +341,9 @@ class ServedModel(ModelFacts):
             top_p=top_p,
             presence_penalty=presence_penalty,
         )
-        steering = steering_of(self, steering_spec, prompt_token_ids, steer_generated)
+        steering = await asyncio.to_thread(
+            steering_of, self, steering_spec, prompt_token_ids, steer_generated
+        )
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=settings.temperature,

@@ -9,9 +9,10 @@ cache, so nothing needs to be recorded before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.v1.residual.changed_streams import ChangedStreams
 
 if TYPE_CHECKING:
@@ -120,8 +121,11 @@ def describe(met: Sequence[Finiteness]) -> str:
     return f"{reached}; the input of that of layer {before} was finite"
 
 
-def error_in(output: "RequestOutput", parameter: str) -> NonFiniteStreamError | None:
+def error_in(output: "RequestOutput", parameter: str) -> VLLMError | None:
     """The error of a request that this has ended; None for other outputs.
+
+    Values that are too large are the client's error. Any other is the server's, whose
+    text would be lost with an exception that upstream does not know.
 
     Args:
         output: an output of the request.
@@ -131,8 +135,10 @@ def error_in(output: "RequestOutput", parameter: str) -> NonFiniteStreamError | 
     reason = next(filter(None, map(_reason, output.outputs)), None)
     if reason is None:
         return None
+    if not reason.startswith(MARK):
+        return GracefulHTTPError(reason, HTTPStatus.INTERNAL_SERVER_ERROR)
     return NonFiniteStreamError(
-        f"{parameter}: {MARK}{reason}. The values are too large for this model: use "
+        f"{parameter}: {reason}. The values are too large for this model: use "
         "smaller vectors, scales or embeddings",
         parameter=parameter,
     )
@@ -141,5 +147,4 @@ def error_in(output: "RequestOutput", parameter: str) -> NonFiniteStreamError | 
 def _reason(sample: "CompletionOutput") -> str | None:
     if sample.finish_reason != "error" or not isinstance(sample.stop_reason, str):
         return None
-    mark, _, reason = sample.stop_reason.partition(MARK)
-    return reason if not mark else None
+    return sample.stop_reason

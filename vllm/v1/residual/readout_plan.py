@@ -118,6 +118,8 @@ class ReadoutPlan(msgspec.Struct, frozen=True, array_like=True):
     readers: tuple[ReadoutReader, ...] = ()
     """The consumers that take results."""
     keep_when: tuple[KeepWhen, ...] = ()
+    result_bytes: int = 0
+    """Most bytes that the results of all samples take in the front end."""
 
     @property
     def staged(self) -> dict[Tap, Spans]:

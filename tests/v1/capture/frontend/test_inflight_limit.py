@@ -1,10 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
 
 from vllm.v1.capture.capabilities import capabilities_of
-from vllm.v1.capture.frontend.inflight_limit import Reservations, RowLimits
+from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.frontend.inflight_limit import (
+    RESULTS,
+    InflightLimit,
+    Reservations,
+    RowLimits,
+)
+from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader, TapGroup
+from vllm.v1.residual.readout_plan import Readout, ReadoutPlan
 from vllm.v1.residual.spans import OPEN_END
 
 CONSUMERS = capabilities_of(
@@ -50,3 +62,20 @@ def test_a_request_that_fails_in_between_reserves_nothing() -> None:
     del gone
     gc.collect()
     assert reserved.bytes_for("inline") == 0
+
+
+def test_results_of_readouts_count_where_they_have_a_limit() -> None:
+    readout = Readout("n", "norm", ((0, "pre_attn"),), ((0, OPEN_END),))
+    reads = msgspec.structs.replace(
+        plan("inline", LIVE), readouts=ReadoutPlan((readout,), result_bytes=70)
+    )
+    held = RowLimits(CONSUMERS, row_bytes=8)
+    assert RESULTS not in held.bytes_of(reads, 4), "offline they are the caller's"
+    held.limits[RESULTS] = 100
+    assert held.bytes_of(reads, 4) == {"inline": 2 * 6 * 2 * 8, RESULTS: 70}
+    requests: Any = RequestTracker(None, 1, None, None)  # type: ignore[arg-type]
+    room = InflightLimit(held, requests)
+    room.reserve(reads, 4)
+    with pytest.raises(CaptureValidationError, match="unread responses") as refused:
+        room.reserve(msgspec.structs.replace(reads), 4)
+    assert refused.value.parameter == "readouts"

@@ -189,7 +189,9 @@ def test_the_numbers_of_all_samples_are_bounded(
         context = replace(CONTEXT, num_prompt_tokens=4, max_tokens=tokens - 4)
         readouts = [parse_readout("n", spec, context, SERVER)] * 3
         if tokens == most:
-            check_size(readouts, 2, context, {})
+            size = check_size(readouts, 2, context, {})
+            # As text, with the positions: those of a probe are most of it.
+            assert 20 * (MAX_NUMBERS - 10_000) <= size <= 60 * MAX_NUMBERS
             continue
         with pytest.raises(ReadoutValidationError, match="lower max_tokens or n"):
             check_size(readouts, 2, context, {})

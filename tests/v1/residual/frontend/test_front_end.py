@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.residual import nonfinite_streams
 from vllm.v1.residual.frontend.front_end import NO_FRONT_END, FrontEnd
 from vllm.v1.residual.frontend.results import NO_RESULTS
+from vllm.v1.steering.core import refusals
 
 
 class Noted:
@@ -85,3 +87,37 @@ def test_the_engine_core_is_told_of_a_stop_after_captures_have_settled() -> None
     front.settle(core)
     front.settle(None)
     assert core.stopping and calls == ["capture.settle"] * 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "text"),
+    [
+        ("steering failed: ValueError: x", GracefulHTTPError, "steering failed: Value"),
+        (nonfinite_streams.MARK + "at 1", VLLMValidationError, "prompt: .* at 1. The"),
+        (refusals.MARK + "y", VLLMValidationError, "steering_vectors: y"),
+        (None, None, ""),
+    ],
+)
+def test_the_reason_of_an_error_reaches_the_client(
+    reason: str | None, error: Any, text: str
+) -> None:
+    calls: list[str] = []
+    front: Any = FrontEnd(Noted("capture", calls))  # type: ignore[arg-type]
+
+    class Engine:
+        async def abort(self, request_id: str, internal: bool) -> None:
+            calls.append("abort")
+
+    output: Any = SimpleNamespace(
+        outputs=[SimpleNamespace(finish_reason="error", stop_reason=reason)],
+        capture_id=None,
+        hooks_key=None,
+    )
+    told = front.complete(Engine(), "r", output, SamplingParams())
+    if error is None:  # Upstream's own, which has no text.
+        asyncio.run(told)
+        return
+    with pytest.raises(error, match=text) as found:
+        asyncio.run(told)
+    assert calls == ["abort", "capture.refused"]
+    assert getattr(found.value, "http_status", 500) == 500

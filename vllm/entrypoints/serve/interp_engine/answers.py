@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm import __version__
-from vllm.entrypoints.serve.interp_engine.room import MOST_BYTES
+from vllm.entrypoints.serve.interp_engine.room import MOST_DIRECTIONS
 from vllm.entrypoints.serve.interp_engine.schema import MOST_POINTS, Tokenize
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import GenStep, LensStep
@@ -47,7 +47,7 @@ def description(model: ServedModel) -> Answer:
             "max_prompt_tokens": config.max_model_len - 1,
             "max_new_tokens": config.max_model_len - 1,
             "max_capture_points": MOST_POINTS,
-            "max_directions": MOST_BYTES // 4,
+            "max_directions": MOST_DIRECTIONS // model.d_model,
             "max_concurrency": model.config.scheduler_config.max_num_seqs,
         },
     }

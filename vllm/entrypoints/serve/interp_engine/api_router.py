@@ -26,7 +26,11 @@ from vllm.entrypoints.serve.interp_engine.answers import (
     token_step,
     tokenized,
 )
-from vllm.entrypoints.serve.interp_engine.room import Room, check_numbers
+from vllm.entrypoints.serve.interp_engine.room import (
+    Room,
+    check_directions,
+    check_numbers,
+)
 from vllm.exceptions import VLLMClientError
 from vllm.interop.interp_engine.model import ServedModel
 from vllm.interop.interp_engine.types import DirectionSet, LensSpec
@@ -143,6 +147,7 @@ async def project(request: Request, body: schema.Project) -> Response:
     """Products of a prompt's rows with directions, per set."""
     directions = await asyncio.to_thread(_directions, body)
     count = sum(len(one.vectors) for one in directions)
+    check_directions(sum(one.vectors.numel() for one in directions))
     _room(request).take(len(body.prompt_token_ids), count, "prompt_token_ids")
     values = await _model(request).project(
         body.prompt_token_ids, directions, steering_spec=body.steering
@@ -221,8 +226,8 @@ async def generate(request: Request, body: schema.Generate) -> Response:
             },
         )
     seen = await _all(first, lines)
-    return JSONResponse(
-        {
+    return await _sent(
+        lambda: {
             "text": "".join(one["token_str"] for one in seen),
             "token_ids": [one["token_id"] for one in seen],
             "steps": _untyped(seen),
@@ -252,14 +257,18 @@ async def lens(request: Request, body: schema.Lenses) -> Response:
         stream_index=body.stream_index,
         steering_spec=body.steering,
     )
-    lines = _opened(lens_step(model, step) async for step in steps)
+    # Each step is written on a thread, so that other requests have a turn between two.
+    lines = _opened(
+        await asyncio.to_thread(lens_step, model, step) async for step in steps
+    )
     first = await anext(lines, None)
     if body.stream:
         start = {"type": "start", "jacobian_layers": model.jacobians.get("default", [])}
         return _streamed(
             start, first, lines, lambda seen: {"type": "done", "n_steps": len(seen)}
         )
-    return JSONResponse({"steps": _untyped(await _all(first, lines))})
+    seen = await _all(first, lines)
+    return await _sent(lambda: {"steps": _untyped(seen)})
 
 
 async def _sent(make: Callable[[], Answer]) -> Response:

@@ -15,6 +15,23 @@ MOST_TOGETHER = 8 * MOST_BYTES
 MOST_NUMBERS = 1 << 18
 """Numbers of a response that are sent as text."""
 
+MOST_DIRECTIONS = 1 << 22
+"""Numbers of the directions of one request: 16 MiB, which the engine gets whole."""
+
+
+def check_directions(count: int) -> None:
+    """Refuse directions that would take the event loop long to send.
+
+    Raises:
+        ValueError: they have more than `MOST_DIRECTIONS` numbers.
+
+    """
+    if count > MOST_DIRECTIONS:
+        raise ValueError(
+            f"directions: their vectors have {count} numbers; at most "
+            f"{MOST_DIRECTIONS} are taken: send several requests"
+        )
+
 
 def check_numbers(count: int, what: str) -> None:
     """Refuse a response that would take the event loop seconds to write.

@@ -244,7 +244,11 @@ class Admission:
                 "dispatch_queue_bytes": config.dispatch_queue_bytes,
                 "overload_policy": config.overload_policy,
                 "spill_max_bytes": config.spill_max_bytes,
-                "max_inflight_bytes": dict(self.held.limits),
+                "max_inflight_bytes": {
+                    name: most
+                    for name, most in self.held.limits.items()
+                    if name in self.consumers
+                },
             },
             "hook_points": {
                 str(layer): list(points)

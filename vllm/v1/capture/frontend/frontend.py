@@ -14,7 +14,11 @@ from vllm.v1.capture.frontend import streaming_input
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
-from vllm.v1.capture.frontend.inflight_limit import InflightLimit
+from vllm.v1.capture.frontend.inflight_limit import (
+    RESULT_BYTES,
+    RESULTS,
+    InflightLimit,
+)
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.portions import Portions
@@ -87,6 +91,8 @@ class CaptureFrontend(NoCapture):
             forgotten=live.close,
         )
         self._awaited = ResultWaiter(self._requests, alive)
+        if offline_engine is None:
+            admission.held.limits[RESULTS] = RESULT_BYTES
         self._room = InflightLimit(admission.held, self._requests)
         host = host_for(vllm_config.parallel_config)
         self._inbox = Inbox(self._receive, host=host)

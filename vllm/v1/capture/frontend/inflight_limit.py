@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limit on the bytes of rows that requests in flight return to their front end.
+"""Limit on the bytes that requests in flight return to their front end.
 
-Rows that are returned with the output stay in the front end's memory until the client
-has read them. The limit therefore applies to the sum over all requests.
+Rows that are returned with the output, and results of readouts, stay in the front end's
+memory until the client has read them. The limit therefore applies to the sum over all
+requests.
 """
 
 import weakref
@@ -13,6 +14,11 @@ from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan
 from vllm.v1.residual.spans import overlap
+
+RESULTS = "*results"
+"""Name under which results of readouts are counted, beside instances of consumers."""
+RESULT_BYTES = 1 << 30
+"""Limit on results of readouts in a server. Offline they are the caller's."""
 
 
 class NoRoomNowError(CaptureValidationError):
@@ -52,6 +58,8 @@ class RowLimits:
         if LIVE in plan.lanes:
             # Rows of intermediate outputs are held in addition to the result.
             sizes = {name: 2 * size for name, size in sizes.items()}
+        if RESULTS in self.limits and plan.readouts is not None:
+            sizes[RESULTS] = plan.readouts.result_bytes
         return sizes
 
 
@@ -135,6 +143,15 @@ class InflightLimit:
         held += self._reserved.bytes_for(name)
         left = self._requests.held_bytes(name, aborted=True)
         self._requests.forget_aborted(name, left + held + size - limit)
+        if name == RESULTS and held + size > limit:
+            raise NoRoomNowError(
+                f"readouts: the results of this request may take {size} bytes, and "
+                f"those of requests in flight {held}, unread responses included; "
+                f"together at most {limit} are allowed. Send it again when others have "
+                "finished, or read fewer positions, layers or values",
+                parameter="readouts",
+                value=size,
+            )
         if size > limit:
             twice = ", twice what it returns, because its outputs have rows before the "
             twice += "last one (capture_stream=False disables that)"

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 MAX_READOUTS = 64
+"""Readouts, and stop conditions, per request."""
 MAX_NUMBERS = 1 << 22
 """Numbers in the results of a request, of all its samples: 80 MB as text."""
-"""Readouts, and stop conditions, per request."""
+NUMBER_BYTES, TOKEN_BYTES = 20, 40
+"""What a number, as text, and a token's position take in the front end."""
 MAX_NAME = 128
 """Characters of a readout's name."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -134,7 +136,7 @@ class ReadoutAdmission:
         for name, spec in raw.items():
             _check_name(name)
             readouts.append(parse_readout(name, spec, ctx, server))
-        check_size(readouts, params.n or 1, ctx, server.modules)
+        size = check_size(readouts, params.n or 1, ctx, server.modules)
         stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
         params.readouts = without_functions(raw)
         if params.stop_when is not None:
@@ -144,7 +146,9 @@ class ReadoutAdmission:
             parse_keep_when(instance, raw, by_name, server.modules)
             for instance, raw in sorted(keep_when.items())
         ]
-        return ReadoutPlan(tuple(readouts), stops, keep_when=tuple(keeps))
+        return ReadoutPlan(
+            tuple(readouts), stops, keep_when=tuple(keeps), result_bytes=size
+        )
 
     def reader(
         self, consumer: str, raw: Any, plan: ReadoutPlan | None
@@ -206,19 +210,24 @@ def check_size(
     num_samples: int,
     ctx: CaptureContext,
     modules: Mapping[str, ModuleInfo],
-) -> None:
+) -> int:
     """Refuse results that would take a server long to write.
+
+    Returns:
+        The most bytes that they take in the front end.
 
     Raises:
         ReadoutValidationError: there are more than `MAX_NUMBERS` numbers.
 
     """
     stop = ctx.num_prompt_tokens + (ctx.max_tokens or 1)
-    total = 0
+    total, size = 0, 0
     for one in readouts:
         tokens = sum(last - first for first, last in overlap(one.ranges, 0, stop))
         times = tokens if one.reduce == "none" else 1
         total += num_samples * times * _numbers_of(one, ctx, modules)
+        size += num_samples * tokens * TOKEN_BYTES
+    size += total * NUMBER_BYTES
     if total > MAX_NUMBERS:
         raise fail(
             f"readouts: their results have up to {total} numbers ({stop} tokens); a "
@@ -227,6 +236,7 @@ def check_size(
             "readouts",
             total,
         )
+    return size
 
 
 def _numbers_of(

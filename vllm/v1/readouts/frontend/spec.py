@@ -302,12 +302,13 @@ def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
 
 
 def _numbers(spec: Spec, key: str, given: Any, count: int) -> tuple[float, ...]:
-    listed = given if isinstance(given, list) else [given] * count
-    if len(listed) != count or not all(map(is_float32, listed)):
+    listed = given if isinstance(given, list) else [given]
+    fits = not isinstance(given, list) or len(given) == count
+    if not fits or not all(map(is_float32, listed)):
         raise spec.fail(
             key, f"must be a finite number of float32, or a list of {count}"
         )
-    return tuple(float(one) for one in listed)
+    return tuple(map(float, listed)) * (count // len(listed))
 
 
 def _lens(spec: Spec) -> Readout:

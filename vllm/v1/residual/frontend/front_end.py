@@ -154,6 +154,7 @@ class FrontEnd:
         Raises:
             VLLMValidationError: the output reports that the request was refused.
             HookError: a function has failed.
+            GracefulHTTPError: the request was ended by an error of the server.
 
         """
         if any([sample.finish_reason == "error" for sample in output.outputs]):
