@@ -31,8 +31,9 @@ def document(parts: list[dict[str, Any]]) -> str:
     Args:
         parts: what is shown: objects with `kind`, one of `tinted` (`tokens`, `values`,
             `name`), `lens` (`tokens`, `lens`, `texts`), `attention` (`tokens`, `layer`,
-            `weights` [heads, queries, keys]) or `patch` (`sweep`). Values that are no
-            JSON numbers are None.
+            `weights` [heads, queries, keys]), `attribution` (`tokens`, `positions`,
+            `taps`, `logits` [positions, taps, tokens]) or `patch` (`sweep`). Values
+            that are no JSON numbers are None.
 
     """
     imports = {name: _data_url(text) for name, text in _modules().items()}
@@ -101,7 +102,8 @@ def readout_parts(
     """What `document` shows of a text and its readouts.
 
     Tinted text for `norm` (its last tap), `probe`, and `sae` with `features`; a table
-    for `lens`; the pattern of each layer for `attention` with `full`.
+    for `lens`; the patterns of `attention` with `full`, and what components add to
+    logits for `attribution`, as heat maps.
     """
     shown = [{"text": text} for text in tokens]
     parts: list[dict[str, Any]] = []
@@ -119,21 +121,31 @@ def readout_parts(
             parts.append(
                 {"kind": "lens", "tokens": shown, "lens": lens, "texts": known}
             )
-        elif one.kind == "attention" and one["weights"].ndim > 2:
-            weights = one["weights"]
-            heads = weights[None] if weights.ndim == 3 else weights
-            for (layer, _), pattern in zip(one.taps, heads):
-                parts.append(
-                    {
-                        "kind": "attention",
-                        "tokens": shown,
-                        "layer": layer,
-                        "weights": _numbers(pattern),
-                    }
-                )
+        elif one.is_full:
+            parts.append(_attention(one, shown))
+        elif one.kind == "attribution" and len(one):
+            parts.append(
+                {
+                    "kind": "attribution",
+                    "tokens": shown,
+                    "positions": one.positions,
+                    "taps": one.taps,
+                    "logits": _numbers(one["logits"]),
+                }
+            )
         else:
             parts += _tinted(name, one, shown)
     return parts or [{"kind": "tinted", "tokens": shown, "values": [], "name": "text"}]
+
+
+def _attention(one: "Readout", tokens: list[dict[str, str]]) -> dict[str, Any]:
+    """A full pattern `[heads, tokens, tokens]`, without values where none were read."""
+    count = max(len(tokens), one["weights"].shape[-1])
+    whole = np.full((len(one["weights"]), count, count), np.nan)
+    whole[:, one.positions, : one["weights"].shape[-1]] = one["weights"]
+    ((layer, _),) = one.taps
+    weights = _numbers(whole[:, : len(tokens), : len(tokens)])
+    return {"kind": "attention", "tokens": tokens, "layer": layer, "weights": weights}
 
 
 def _tinted(

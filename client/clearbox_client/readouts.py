@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from clearbox_client import notebook
+from clearbox_client import html, notebook
 from clearbox_client.payloads import packed_values
 from numpy.typing import NDArray
 
 _FACTS = ("kind", "positions", "taps", "error", "num_prompt_tokens", "note")
-_INTEGERS = ("token_ids", "features")
+_INTEGERS = ("token_ids", "features", "keys")
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,13 @@ class Readout:
     """The result of one readout, or the part of it in a chunk of a stream.
 
     The first dimension of `arrays` is `positions`; for kinds with a result per tap
-    (`lens`, `norm`, `rows`) the second is `taps`. Reduced rows have only the latter.
+    (`lens`, `norm`, `rows`, `attention`, `attribution`) the second is `taps`. Reduced
+    rows have only the latter, a full pattern has `[heads, positions, context]`.
     """
 
     kind: str
-    """`probe`, `lens`, `sae`, `norm`, `rows` or `custom`."""
+    """`probe`, `lens`, `sae`, `norm`, `rows`, `attention`, `attribution` or
+    `custom`."""
     positions: list[int]
     taps: list[tuple[int, str]]
     """`(layer, hook point)` of each tap."""
@@ -52,6 +54,12 @@ class Readout:
             note=answer.get("note"),
         )
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it is a full attention pattern, `[heads, positions, context]`."""
+        weights = self.arrays.get("weights")
+        return self.kind == "attention" and weights is not None and weights.ndim == 3
+
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self.arrays[name]
 
@@ -66,7 +74,10 @@ class Readout:
         return f"Readout({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        return notebook.readout_of(self)
+        if not self.is_full and self.kind != "attribution":
+            return notebook.readout_of(self)
+        places = range(max(self.positions, default=-1) + 1)
+        return html.frame(html.readout_parts([*map(str, places)], {"": self}, {}))
 
 
 def readouts_of(answer: Mapping[str, Any] | None) -> dict[str, Readout]:

@@ -99,6 +99,40 @@ def test_patterns_and_maps_are_drawn_too(tmp_path: Path) -> None:
         assert tab.errors == []
 
 
+def test_patterns_and_attribution_of_a_reply_are_drawn(tmp_path: Path) -> None:
+    pattern = {
+        "kind": "attention",
+        "positions": [1],
+        "taps": [[3, "q"]],
+        "weights": [[[0.25, 0.75]], [[0.5, 0.5]]],
+    }
+    why = {
+        "kind": "attribution",
+        "positions": [0, 1],
+        "taps": [[0, "embed"], [0, "attn_add"], [0, "mlp_add"], [0, "rest"]],
+        "logits": [[[0.0], [0.0], [0.0], [0.0]], [[1.5], [-2.5], [0.5], [None]]],
+    }
+    given = answer() | {"readouts": {"heads": pattern, "why": why}}
+    reply = Reply.of(given, ["a", "b"])
+    reply.save_html(tmp_path / "reply.html")
+    with opened() as tab:
+        tab.goto((tmp_path / "reply.html").as_uri())
+        tab.wait_for_selector(".head >> nth=1")
+        tab.hover("section >> nth=0 >> .tokens .token >> nth=1")
+        first = "section >> nth=0 >> .tokens .token >> nth=0"
+        title = tab.get_attribute(first, "title")
+        assert title is not None and "0.25" in title
+        tab.focus(".heatmap canvas >> nth=-1")
+        tab.keyboard.press("ArrowRight")
+        tab.keyboard.press("ArrowDown")
+        assert "0 attn_add, token 0 of those asked for: -2.5" in tab.inner_text(
+            ".reading >> nth=-1"
+        )
+        assert tab.errors == []
+    for one in reply.readouts.values():
+        assert "srcdoc" in one._repr_html_()
+
+
 def test_a_notebook_shows_the_same_in_a_frame() -> None:
     shown = Reply.of(answer(), ["a", MARKUP, "b"])._repr_html_()
     assert 'sandbox="allow-scripts"' in shown

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.page, pytest.mark.e2e, pytest.mark.slow]
 KEY = "sesame-opens-4711"
 WIDTHS = {"demo": 192, "smollm2": 576}
 LAYERS = {"demo": 6, "smollm2": 30}
+HEADS = {"demo": 6, "smollm2": 9}
 PROMPT = "Anna went to the garden after lunch."
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
@@ -61,6 +62,7 @@ def server(
         folder / "model",
         *("--served-model-name", request.param, "--enable-lens-page"),
         *("--enable-readouts", "--enable-steering", "--capture-consumers", "inline"),
+        *("--hook-points", "q", "z"),
         *("--readout-modules", f"mood={folder / 'mood.safetensors'}"),
         *("--sae", f"small={folder / 'sae'}"),
         *("--steering-modules", f"tone={folder / 'tone.json'}"),
@@ -183,8 +185,21 @@ def test_what_the_server_lacks_is_said_with_the_flag(tab: Any) -> None:
     )
     tab.click("button:has-text('Sweep')")
     tab.wait_for_selector("text=--enable-patching")
-    show(tab, view="attention", prompt=PROMPT)
-    tab.wait_for_selector(".needs >> text=--hook-points")
+
+
+def test_a_head_of_attention_its_score_and_its_ablation(tab: Any) -> None:
+    show(tab, view="attention", prompt=PROMPT, layer=1, head=1)
+    tab.wait_for_selector("h3:text-is('Head 1')")
+    assert tab.locator(".heads .head").count() == HEADS[model_of(tab)]
+    assert tab.locator(".heads .head.chosen").inner_text() == "1"
+    tab.wait_for_selector("section:has(h3:text-is('Head 1')) .token[style]")
+    tab.click(".heads .head >> nth=0")
+    tab.wait_for_selector("h3:text-is('Head 0')")
+    tab.click("button:has-text('to the first token')")
+    tab.wait_for_selector("[aria-label^='Heads by their score']")
+    tab.click("button:has-text('Ablate head 0')")
+    tab.wait_for_selector("h3:text-is('Next token after')")
+    assert tab.locator("main .problem").count() == 0
 
 
 @pytest.mark.parametrize("view", ["write", "lens", "steer", "features"])

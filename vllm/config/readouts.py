@@ -20,8 +20,8 @@ class ReadoutConfig:
     """Sparse autoencoders: name -> file or directory. Also used by interventions."""
     described: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Facts about the modules and SAEs that front ends need, by name."""
-    lens_refusal: str = ""
-    """Why the loaded model does not support lenses; empty if it does. Set by the engine
+    refusals: dict[str, Any] = Field(default_factory=dict)
+    """What the loaded model does not support, as in `Refusals`. Set by the engine
     core."""
     max_top_k: int = Field(default=64, gt=0)
     """Maximum number of tokens of a lens, or features of an SAE, per result."""

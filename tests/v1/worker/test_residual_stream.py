@@ -40,7 +40,7 @@ class Feature:
         self.calls += 1
         self.memory = self.planned
 
-    def end_step(self) -> None:
+    def end_step(self, attention: Any = None) -> None:
         self.calls += 1
         self.planned = NOTHING
 
@@ -69,7 +69,7 @@ class Bench:
             return ()
         self.stream.begin_step(4)
         found = Launch.taps, self.capture.memory, self.steering.memory
-        self.stream.end_step()
+        self.stream.end_step(None)
         return *found, Launch.taps
 
 

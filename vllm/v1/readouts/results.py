@@ -15,6 +15,8 @@ from vllm.v1.residual.tap import Tap
 logger = init_logger(__name__)
 Array = np.ndarray[Any, Any]
 
+FULL_AXES = 3
+"""Dimensions of full attention patterns, `[heads, n, context]`."""
 MOST_ERRORS = 4
 """Most different errors that a result names."""
 
@@ -33,10 +35,16 @@ class ReadoutResult:
     - `sae`: `features` and `activations` `[n, top_k]`, where features are -1 if fewer
       than `top_k` are active; or `activations` `[n, features]` of the requested ones;
     - `norm`: `norm` and `cosine` `[n, taps]`;
+    - `attention`: `weights` and `keys` (positions; -1 if there are fewer keys)
+      `[n, taps, heads, top_k]`, or `weights` of the requested keys; of a full pattern
+      `weights` `[heads, n, context]`, where the context ends with the last token;
+    - `attribution`: `logits` `[n, taps, tokens]`; the taps are components, such as
+      `(3, "attn_add")`;
     - `custom`: `values` `[n, ...]`.
 
-    Token ids and features are int32, other values float32; rows have the model's dtype,
-    or float32 if it is bfloat16 or if they are reduced. Log-probabilities are natural.
+    Token ids, features and keys are int32, other values float32; rows have the model's
+    dtype, or float32 if it is bfloat16 or if they are reduced. Log-probabilities are
+    natural.
     """
 
     kind: str
@@ -123,11 +131,25 @@ def _joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> Readou
             result.arrays["rows"] = _reduced(readout.reduce, good)
     else:
         for name in good[0].arrays if good else ():
-            result.arrays[name] = np.concatenate([one.arrays[name] for one in good])
+            arrays = [one.arrays[name] for one in good]
+            if readout.full:
+                whole = _concatenated([one.swapaxes(0, 1) for one in arrays], axis=1)
+                arrays = [whole[..., : result.positions[-1] + 1]]
+            result.arrays[name] = np.concatenate(arrays)
     if len(errors) > MOST_ERRORS:
         errors[MOST_ERRORS:] = [f"and {len(errors) - MOST_ERRORS} more"]
     result.error = "; ".join(errors) or None
     return result
+
+
+def _concatenated(arrays: Sequence[Array], axis: int = 0) -> Array:
+    """The arrays, one after the other; missing keys of full patterns have weight 0."""
+    context = arrays[-1].shape[-1]
+    if any(one.shape[-1] != context for one in arrays):
+        most = max(one.shape[-1] for one in arrays)
+        sides = [(0, 0)] * (arrays[0].ndim - 1)
+        arrays = [np.pad(a, [*sides, (0, most - a.shape[-1])]) for a in arrays]
+    return np.concatenate(arrays, axis)
 
 
 def _cut(part: ReadoutPart, stop: int) -> ReadoutPart:
@@ -181,8 +203,11 @@ def merge_results(
 
 
 def _followed(first: ReadoutResult, second: ReadoutResult) -> ReadoutResult:
+    is_full = first.kind == "attention" and first["weights"].ndim == FULL_AXES
     arrays = {
-        name: np.concatenate([first.arrays[name], one]) if name in first.arrays else one
+        name: _concatenated([first.arrays[name], one], axis=int(is_full))
+        if name in first.arrays
+        else one
         for name, one in second.arrays.items()
     }
     return ReadoutResult(

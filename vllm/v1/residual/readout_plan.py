@@ -18,9 +18,22 @@ Packed: TypeAlias = dict[str, tuple[str, tuple[int, ...], bytes]]
 MAX_PACKED = 4096
 """Largest size of an array, in bytes, that is packed with its part."""
 
-Kind: TypeAlias = Literal["rows", "probe", "lens", "sae", "norm", "custom"]
+Kind: TypeAlias = Literal[
+    "rows", "probe", "lens", "sae", "norm", "custom", "attention", "attribution"
+]
 Reduce: TypeAlias = Literal["none", "mean", "sum", "max", "last"]
 Activation: TypeAlias = Literal["none", "relu", "sigmoid", "softmax", "jumprelu"]
+
+
+REST = "rest"
+"""The component of an attribution that has what no other has."""
+ADDED: dict[str, tuple[str, ...]] = {
+    "embed": ("pre_attn",),
+    "attn_add": ("pre_attn", "post_attn"),
+    "mlp_add": ("post_attn", "post_block"),
+    REST: ("post_block",),
+}
+"""The points before and behind what a component of the stream adds."""
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True):
@@ -63,17 +76,45 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     returns no result."""
     code: bytes = b""
     """The function of a custom readout that has no entry point, by cloudpickle."""
+    heads: tuple[int, ...] = ()
+    """The heads whose patterns are read, of attention."""
+    keys: tuple[int, ...] = ()
+    """Token positions whose weights are read; empty means the `top_k` largest."""
+    full: bool = False
+    """Whether the weights of all keys are read, of one layer."""
 
     @property
     def staged(self) -> tuple[Tap, ...]:
         """The taps whose rows must be staged, `taps` first.
 
-        A norm also needs the layer before each of its taps, for the cosine.
+        A norm also needs the layer before each of its taps, for the cosine; the taps of
+        an attribution are differences of points, of which the end of the stream is the
+        last.
         """
+        if self.kind == "attribution":
+            points = {
+                (layer, point): None
+                for layer, name in self.taps[:-1]
+                for point in ADDED[name]
+            }
+            end = self.taps[-1][0], ADDED[REST][0]
+            points.pop(end, None)
+            return *points, end
         if self.kind != "norm":
             return self.taps
         before = [(layer - 1, hook) for layer, hook in self.taps if layer > 0]
         return self.taps + tuple(tap for tap in before if tap not in self.taps)
+
+
+class Refusals(msgspec.Struct, frozen=True):
+    """Why the loaded model does not support readouts of a kind."""
+
+    lens: str = ""
+    """Empty if a lens can use its head."""
+    attribution: str = ""
+    """Empty if a linear form of its norm and head is known."""
+    attention: dict[int, str] = {}
+    """By layer with the point `q`, where patterns are not computed."""
 
 
 class StopWhen(msgspec.Struct, frozen=True, array_like=True):

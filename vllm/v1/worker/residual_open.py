@@ -107,7 +107,16 @@ def _open(
         readouts = None
         if config.readouts:
             readouts = WorkerReadouts(
-                vllm_config, modules, model, last[0] if last else None, device
+                vllm_config,
+                modules,
+                model,
+                last[0] if last else None,
+                device,
+                {
+                    layer: point.module
+                    for (layer, name), point in layers.inner.items()
+                    if name == "q"
+                },
             )
         capture = WorkerCapture(
             vllm_config, stage, taps, width, dtype, device, readouts, shapes

@@ -98,8 +98,13 @@ class ResidualStream:
     def begin_step(self, num_rows: int) -> None:
         """Write what the forward pass over `num_rows` rows (with padding) reads."""
 
-    def end_step(self) -> None:
-        """Called after the forward pass is queued on the device."""
+    def end_step(self, attention: Any) -> None:
+        """Called after the forward pass is queued on the device.
+
+        Args:
+            attention: what upstream gives its attention layers, by their names.
+
+        """
 
     steering: WorkerSteering | None = None
     """Set if steering is enabled."""
@@ -290,7 +295,7 @@ class OpenResidualStream(ResidualStream):
         if self._capture is not None:
             self._capture.begin_step(num_rows)
 
-    def end_step(self) -> None:
+    def end_step(self, attention: Any) -> None:
         """Offload the captured rows of the step."""
         if self._rests:
             return
@@ -303,7 +308,7 @@ class OpenResidualStream(ResidualStream):
         if self.hooks is not None:
             self.hooks.end_step()
         if self._capture is not None:
-            self._capture.end_step()
+            self._capture.end_step(attention)
         self._rests = self._is_idle
 
     def with_readouts(self, output: Any) -> Any:

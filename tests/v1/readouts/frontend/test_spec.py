@@ -10,11 +10,12 @@ from vllm import SamplingParams
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.readouts.frontend.admission import MAX_NUMBERS, check_size
+from vllm.v1.readouts.frontend.entry import Server
 from vllm.v1.readouts.frontend.rules import parse_stops
-from vllm.v1.readouts.frontend.spec import Server, parse_readout
+from vllm.v1.readouts.frontend.spec import parse_readout
 from vllm.v1.residual.frontend.front_end import NO_FRONT_END
 from vllm.v1.residual.module_info import ModuleInfo
-from vllm.v1.residual.readout_plan import Readout
+from vllm.v1.residual.readout_plan import Readout, Refusals
 from vllm.v1.steering.spec.arrays import as_array
 
 CONTEXT = CaptureContext(
@@ -37,11 +38,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     "rows": {"hooks": {"post_block": [0]}, "reduce": "mean"},
     "sae": {"sae": "x"},
     "custom": {"name": "x"},
+    "attention": {"layers": [1]},
 }
 KEYS = (
     *("kind", "hook", "hooks", "layer", "layers", "positions", "reduce", "vectors"),
     *("bias", "activation", "cosine", "threshold", "top_k", "tokens", "translator"),
-    *("probe", "sae", "features", "name", "fn", "unknown"),
+    *("probe", "sae", "features", "name", "fn", "unknown", "heads", "keys", "full"),
 )
 OTHERS: tuple[Any, ...] = (
     *(None, True, 0, -1, 0.5, 2**31, 10**40, 1e308, float("nan"), "", "x", "all"),
@@ -153,7 +155,7 @@ def test_a_lens_on_a_head_that_is_no_linear_map_is_refused() -> None:
         vocab_size=1280,
         max_top_k=64,
         parse_array=as_array,
-        lens_refusal="no linear head",
+        refusals=Refusals(lens="no linear head"),
     )
     with pytest.raises(ReadoutValidationError, match="no linear head") as found:
         parse_readout("n", {"kind": "lens", **RIGHT["lens"]}, CONTEXT, server)
@@ -214,3 +216,57 @@ def test_points_of_another_width_than_the_stream_are_refused() -> None:
         assert at.value.parameter == "readouts.r.hooks"
         as_wide = {"kind": kind, "hooks": {"q": [1]}}
         assert parse_readout("r", as_wide, context, SERVER).taps == ((1, "q"),)
+
+
+WITH_QUERIES = replace(
+    CONTEXT,
+    hook_points=dict.fromkeys(range(3), ("pre_attn", "q", "post_block")),
+    point_shapes={layer: {"q": (16, 4)} for layer in range(3)},
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"layers": [3]}, "layers"),
+        ({"heads": [4]}, "heads are 0 to 3, not 4"),
+        ({"heads": "some"}, "list of heads"),
+        ({"top_k": 65}, "1 to 64"),
+        ({"keys": [10]}, "positions must be 0 to 9"),
+        ({"full": True}, "one layer, and this names 3"),
+        ({"full": 1}, "true or false"),
+        ({"keys": [0], "top_k": 3}, "not both"),
+        ({"hook": "q"}, "no key 'hook'"),
+    ],
+)
+def test_wrong_entries_of_attention_are_refused(
+    more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ReadoutValidationError, match=message):
+        parse_readout("n", {"kind": "attention", **more}, WITH_QUERIES, SERVER)
+
+
+def test_what_attention_needs_is_said() -> None:
+    given = {"kind": "attention"}
+    with pytest.raises(ReadoutValidationError, match="--hook-points q"):
+        parse_readout("n", given, CONTEXT, SERVER)
+    started = replace(SERVER, optional_points=("q",))
+    with pytest.raises(ReadoutValidationError, match="MLA are latent"):
+        parse_readout("n", given, CONTEXT, started)
+    ranks = replace(CONTEXT, tensor_parallel_size=2)
+    with pytest.raises(ReadoutValidationError, match="--tensor-parallel-size 1"):
+        parse_readout("n", given, ranks, started)
+    refusing = replace(SERVER, refusals=Refusals(attention={1: "its own kernel"}))
+    with pytest.raises(ReadoutValidationError, match="layer 1 .* its own kernel"):
+        parse_readout("n", given, WITH_QUERIES, refusing)
+    wide = replace(WITH_QUERIES, point_shapes={0: {"q": (8, 2)}, 1: {"q": (16, 4)}})
+    with pytest.raises(ReadoutValidationError, match=r"layers have \[2, 4\] heads"):
+        parse_readout("n", given | {"layers": [0, 1]}, wide, SERVER)
+
+
+def test_a_full_pattern_that_is_too_large_is_refused_with_its_size() -> None:
+    ctx = replace(WITH_QUERIES, num_prompt_tokens=1100)
+    spec = {"kind": "attention", "layers": [0], "full": True, "positions": "all_prompt"}
+    readout = parse_readout("n", spec, ctx, SERVER)
+    with pytest.raises(ReadoutValidationError, match=str(4 * 1100 * 1107)):
+        check_size([readout], 1, ctx, {})

@@ -106,7 +106,7 @@ class Stage:
         last = model.layers[-1] if own == count - 1 else None
         nothing: Any = {}
         cpu = torch.device("cpu")
-        self.readouts = worker.WorkerReadouts(config, nothing, model, last, cpu)
+        self.readouts = worker.WorkerReadouts(config, nothing, model, last, cpu, {})
 
     def add(self, req_id: str, plan: ReadoutPlan) -> None:
         groups = tuple(

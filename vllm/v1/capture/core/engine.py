@@ -67,7 +67,7 @@ def introduce_capture(core: "EngineCore", address: str) -> None:
 def note_model(core: "EngineCore") -> None:
     """Collect facts about the loaded model from all stages into the configuration.
 
-    They are its hook points, and whether a lens can use its head. If capture is
+    They are its hook points, and what readouts cannot read. If capture is
     enabled, the workers get the full map of hook points as well.
     """
     stages = core.model_executor.collective_rpc(calls.hook_points_of)
@@ -76,8 +76,10 @@ def note_model(core: "EngineCore") -> None:
     config = core.vllm_config.capture_config
     config.hook_points, config.point_shapes = points, shapes
     if core.vllm_config.readout_config.enabled:
-        refusals = core.model_executor.collective_rpc(calls.lens_refusal_of)
-        known = [refusal for refusal in refusals if refusal is not None]
-        core.vllm_config.readout_config.lens_refusal = next(iter(known), "")
+        refusals: dict[str, Any] = {"attention": {}}
+        for own in core.model_executor.collective_rpc(calls.readout_refusals_of):
+            refusals["attention"] |= own.pop("attention", {})
+            refusals |= {name: refusals.get(name) or why for name, why in own.items()}
+        core.vllm_config.readout_config.refusals = refusals
     if config.enabled:
         core.model_executor.collective_rpc(calls.set_hook_points, args=(points, shapes))

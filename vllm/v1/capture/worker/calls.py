@@ -19,14 +19,14 @@ def hook_points_of(worker: Any) -> tuple[HookPoints, Shapes]:
     return residual.hook_points, residual.point_shapes
 
 
-def lens_refusal_of(worker: Any) -> str | None:
-    """For `collective_rpc`: why the model has no lens; None on ranks without its head.
+def readout_refusals_of(worker: Any) -> dict[str, Any]:
+    """For `collective_rpc`: what a worker's layers and head do not support.
 
-    Empty if it has, or nothing is read out.
+    As `Refusals`, with the keys that the worker knows.
     """
     readouts = worker.model_runner.residual.readouts
-    refusal: str | None = "" if readouts is None else readouts.lens_refusal
-    return refusal
+    refusals: dict[str, Any] = {} if readouts is None else readouts.refusals
+    return refusals
 
 
 def set_hook_points(worker: Any, points: HookPoints, shapes: Shapes) -> None:

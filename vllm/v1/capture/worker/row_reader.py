@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What reads staged rows on the device; readouts do."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +37,7 @@ class RowReader(Protocol):
         view: StepView,
         staging: torch.Tensor,
         first_row: int,
+        attention: Any = None,
     ) -> None:
         """Read the rows of a step, after its forward pass."""
 

@@ -532,13 +532,18 @@ class WorkerCapture:
         """Clear all slots, for a graph that launches captures which nobody wants."""
         self._slots.clear()
 
-    def end_step(self) -> None:
-        """Called after the forward pass is queued on the device: offload its rows."""
+    def end_step(self, attention: Any = None) -> None:
+        """Called after the forward pass is queued on the device: offload its rows.
+
+        Args:
+            attention: upstream's metadata, by name of the attention layer.
+
+        """
         placed, self._placed = self._placed, None
         progress, CaptureProgress.active = CaptureProgress.active, None
         if self.readouts is not None and self._view is not None:
             rows, first = self._staging.rows, self._first_row
-            self.readouts.run(placed, self._view, rows, first)
+            self.readouts.run(placed, self._view, rows, first, attention)
         if placed is None or self._segment is None:
             return
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)

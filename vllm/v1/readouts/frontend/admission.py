@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.frontend.entry import ParseArray, Server
 from vllm.v1.readouts.frontend.keeping import parse_keep_when
 from vllm.v1.readouts.frontend.rules import (
     listed_rules,
@@ -14,14 +15,17 @@ from vllm.v1.readouts.frontend.rules import (
     values_per_token,
 )
 from vllm.v1.readouts.frontend.spec import (
-    ParseArray,
-    Server,
     parse_readout,
     without_functions,
 )
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.plain_data import fault_of, plain
-from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader
+from vllm.v1.residual.readout_plan import (
+    Readout,
+    ReadoutPlan,
+    ReadoutReader,
+    Refusals,
+)
 from vllm.v1.residual.row_selection import CaptureContext
 from vllm.v1.residual.spans import overlap
 
@@ -63,7 +67,8 @@ class ReadoutAdmission:
         config = vllm_config.readout_config
         self.enabled = config.enabled
         self._max_top_k = config.max_top_k
-        self._lens_refusal = config.lens_refusal
+        self._refusals = Refusals(**config.refusals)
+        self._optional_points = vllm_config.capture_config.optional_points
         self._model_config = vllm_config.model_config
         self._lock = threading.Lock()
         self._modules = {
@@ -172,7 +177,8 @@ class ReadoutAdmission:
             self._model_config.get_vocab_size(),
             self._max_top_k,
             self._parse_array,
-            lens_refusal=self._lens_refusal,
+            self._refusals,
+            self._optional_points,
         )
 
 
@@ -231,8 +237,8 @@ def check_size(
     if total > MAX_NUMBERS:
         raise fail(
             f"readouts: their results have up to {total} numbers ({stop} tokens); a "
-            f"request may have {MAX_NUMBERS}: read fewer positions, layers or values, "
-            "give a lower max_tokens or n, or capture rows",
+            f"request may have {MAX_NUMBERS}: read fewer positions, layers, heads or "
+            "values, give a lower max_tokens or n, or capture rows",
             "readouts",
             total,
         )
@@ -242,7 +248,8 @@ def check_size(
 def _numbers_of(
     readout: Readout, ctx: CaptureContext, modules: Mapping[str, ModuleInfo]
 ) -> int:
-    """The numbers of a token's results."""
+    """The largest number of a token's results."""
+    context = ctx.num_prompt_tokens + (ctx.max_tokens or 1) - 1
     taps = len(readout.taps)
     if readout.kind == "rows":
         return taps * ctx.hidden_size // 4  # They are sent as base64.
@@ -250,6 +257,11 @@ def _numbers_of(
         return taps * (2 * readout.top_k + len(readout.tokens))
     if readout.kind == "norm":
         return 2 * taps
+    if readout.kind == "attribution":
+        return taps * len(readout.tokens)
+    if readout.kind == "attention":
+        keys = context if readout.full else len(readout.keys) or 2 * readout.top_k
+        return taps * len(readout.heads) * keys
     if readout.kind == "sae":
         return len(readout.features) or 2 * readout.top_k
     return values_per_token(readout, modules) or 1

@@ -9,7 +9,7 @@ from vllm.v1.readouts.results import Array, ReadoutResult
 from vllm.v1.residual.readout_plan import Readout, ReadoutRows
 from vllm.v1.residual.tap import Tap
 
-BY_TAP = ("lens", "norm", "rows")
+BY_TAP = ("lens", "norm", "rows", "attention", "attribution")
 """Kinds whose arrays have a dimension of taps."""
 
 _STORED = ("float16", "float32", "float64", "int32", "int64")
@@ -50,6 +50,9 @@ def _by_tap(
     readout: Readout, array: Array, reduced: bool
 ) -> Iterator[tuple[Tap, Array]]:
     """The values `[rows, ...]` of each tap."""
+    if readout.full:
+        yield readout.taps[-1], array.swapaxes(0, 1)
+        return
     if readout.kind not in BY_TAP:
         yield readout.taps[-1], array
         return

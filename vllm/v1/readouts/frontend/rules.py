@@ -138,7 +138,8 @@ def _check_index(
     readout: Readout, index: int, modules: Mapping[str, ModuleInfo], where: str
 ) -> None:
     """Reject an index that is out of range, where the number of values is known."""
-    if readout.kind == "rows" or (readout.kind == "lens" and not readout.tokens):
+    no_values = readout.kind in ("rows", "attention", "attribution")
+    if no_values or (readout.kind == "lens" and not readout.tokens):
         raise fail(
             f"{where}: {readout.name!r} of kind {readout.kind!r} has no values to "
             "compare; use a probe, an sae, a norm, or a lens with tokens",

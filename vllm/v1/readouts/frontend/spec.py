@@ -4,154 +4,28 @@
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.readouts.errors import ReadoutValidationError, fail
+from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.frontend.attention import parse_attention, parse_attribution
+from vllm.v1.readouts.frontend.entry import Server, Spec
 from vllm.v1.readouts.modules import ACTIVATIONS, MAX_VECTORS
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.module_info import ModuleInfo
-from vllm.v1.residual.numbers import Fail, is_float32, is_integer
+from vllm.v1.residual.numbers import is_float32
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce
 from vllm.v1.residual.row_selection import (
     CaptureContext,
-    parse_stream_wide,
-    resolve_positions,
 )
-from vllm.v1.residual.selectors import parse_layers
-from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 ENTRY_POINTS = "vllm.readouts"
-MAX_TOKENS = 1024
-"""Token ids of a lens, and features of an SAE, listed in a request."""
-
-
-ParseArray: TypeAlias = Callable[[Any, str], npt.NDArray[np.float32]]
-"""`parse_array(raw, parameter)`; raises a `ValueError`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """What readouts may refer to on this server, and limits."""
-
-    modules: Mapping[str, ModuleInfo]
-    vocab_size: int
-    max_top_k: int
-    parse_array: ParseArray
-    """Reads numbers from lists, arrays, tensors and packed data."""
-    lens_refusal: str = ""
-    """Why the model does not support lenses; empty if it does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One raw entry of `readouts`, with typed access to its keys."""
-
-    name: str
-    raw: Mapping[str, Any]
-    ctx: CaptureContext
-    server: Server
-
-    def where(self, key: str) -> str:
-        """The parameter's name in error messages."""
-        return f"readouts.{self.name}.{key}"
-
-    def fail(self, key: str, message: str) -> ReadoutValidationError:
-        """The error for one key, to be raised by the caller."""
-        where = self.where(key)
-        return fail(f"{where}: {message}", where, self.raw.get(key))
-
-    def _failing(self, key: str, value: Any) -> Fail:
-        """Makes the errors of a parser, which are all for the whole key."""
-        return lambda message, _parameter, _value: fail(message, self.where(key), value)
-
-    def integer(self, key: str, default: int, least: int, most: int) -> int:
-        """An integer within `[least, most]`."""
-        value = self.raw.get(key, default)
-        if not is_integer(value):
-            raise self.fail(key, f"must be an integer, {least} to {most}")
-        if not least <= value <= most:
-            raise self.fail(key, f"must be {least} to {most}")
-        return int(value)
-
-    def integers(self, key: str, stop: int, what: str) -> tuple[int, ...]:
-        """A list of integers within `[0, stop)`; empty if the key is absent."""
-        given = self.raw.get(key)
-        if given is None:
-            return ()
-        if not isinstance(given, list) or not 0 < len(given) <= MAX_TOKENS:
-            raise self.fail(key, f"must be a list of 1 to {MAX_TOKENS} {what}")
-        for value in given:
-            if not is_integer(value, 0, stop):
-                raise self.fail(key, f"{what} must be 0 to {stop - 1}, not {value!r}")
-        return tuple(map(int, given))
-
-    def taps(self, layers: Any, hook: Any) -> tuple[Tap, ...]:
-        """The taps of a layer selector at one hook point, or the tap of an address."""
-        if not isinstance(hook, str):
-            raise self.fail("hook", "must be the name of a hook point")
-        if parse_address(hook) is not None:
-            if given := self.raw.keys() & {"layer", "layers"}:
-                remedy = f"leave it out: the address {hook!r} includes the layer"
-                raise self.fail(min(given), remedy)
-            return self._hooks([hook], "hook")
-        having = self._hooks({hook: "all"}, "hook")
-        key = "layers" if "layers" in self.raw else "layer"
-        found = parse_layers(
-            layers,
-            [layer for layer, _ in having],
-            self.ctx.num_hidden_layers,
-            self.where(key),
-            fail,
-        )
-        return tuple((layer, having[0][1]) for layer in found)
-
-    def hooks(self) -> tuple[Tap, ...]:
-        """The taps of the key `hooks`."""
-        return self._hooks(self.raw.get("hooks"), "hooks")
-
-    def _hooks(self, hooks: Any, key: str) -> tuple[Tap, ...]:
-        failing = self._failing(key, hooks)
-        return parse_stream_wide(hooks, self.ctx, self.where(key), failing)
-
-    def ranges(self) -> Spans:
-        """The selected token positions; by default all generated tokens."""
-        raw = self.raw.get("positions", "all_generated")
-        if raw == "last_generated":
-            raise self.fail(
-                "positions",
-                'readouts come with each token; "all_generated" with "reduce": "last" '
-                "is the last one",
-            )
-        failing = self._failing("positions", raw)
-        return resolve_positions(raw, self.ctx, self.where("positions"), failing)
-
-    def module(self, key: str, kind: str, option: str) -> ModuleInfo:
-        """The registered module that a key names, which must be of `kind`."""
-        name = self.raw.get(key)
-        found = self.server.modules.get(name) if isinstance(name, str) else None
-        if found is None or found.kind != kind:
-            having = sorted(n for n, m in self.server.modules.items() if m.kind == kind)
-            if not isinstance(name, str):
-                raise self.fail(
-                    key,
-                    f"must be the name of a module of kind {kind}; this server has "
-                    f"{having}, and {option} NAME=PATH adds one",
-                )
-            raise self.fail(
-                key,
-                f"this server has no {kind} {name!r}; it has {having}. Start it with "
-                f"{option} {name}=PATH, or register one",
-            )
-        return found
 
 
 def parse_readout(name: str, raw: Any, ctx: CaptureContext, server: Server) -> Readout:
@@ -312,8 +186,8 @@ def _numbers(spec: Spec, key: str, given: Any, count: int) -> tuple[float, ...]:
 
 
 def _lens(spec: Spec) -> Readout:
-    if spec.server.lens_refusal:
-        raise spec.fail("kind", spec.server.lens_refusal)
+    if spec.server.refusals.lens:
+        raise spec.fail("kind", spec.server.refusals.lens)
     hook = spec.raw.get("hook", "post_block")
     taps = spec.taps(spec.raw.get("layers", "all"), hook)
     tokens = spec.integers("tokens", spec.server.vocab_size, "token ids")
@@ -431,6 +305,8 @@ _PARSERS: dict[str, tuple[tuple[str, ...], Callable[[Spec], Readout]]] = {
     "lens": (("layers", "hook", "top_k", "tokens", "translator"), _lens),
     "sae": (("sae", "layer", "hook", "top_k", "features"), _sae),
     "norm": (("hooks",), _norm),
+    "attention": (("layers", "heads", "top_k", "keys", "full"), parse_attention),
+    "attribution": (("layers", "tokens"), parse_attribution),
     "custom": (("name", "fn", "hooks", "params"), _custom),
 }
 """By kind: its keys besides `kind` and `positions`, and its parser."""

@@ -104,8 +104,8 @@ class Head:
         self.refusal = ""
         """Why a lens is not possible; empty if it is."""
         self._model: Any = model
-        self._norm: Any = None
-        self._divisor = 1.0
+        self.norm: Any = None
+        self.divisor = 1.0
         self._local = None if has_adapters else local_logits_of(model)
         if self._local is not None:
             self._rows_at_once *= get_tensor_model_parallel_world_size()
@@ -124,9 +124,9 @@ class Head:
         elif getattr(owner, "project_out", None) is not None:
             self.refusal = "the rows are projected to another width before the head"
         else:
-            self._norm = norms[0][1]
+            self.norm = norms[0][1]
             for module in model.modules():  # MiniCPM divides before its head.
-                self._divisor = float(getattr(module, "scale_width", self._divisor))
+                self.divisor = float(getattr(module, "scale_width", self.divisor))
 
     def lens_values(
         self,
@@ -167,6 +167,12 @@ class Head:
         names = parts[0] if parts else ()
         return {name: torch.cat([part[name] for part in parts]) for name in names}
 
+    def normed(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the final norm makes of rows `[n, hidden_size]`."""
+        normed = self.norm(rows)
+        found: torch.Tensor = normed[0] if isinstance(normed, tuple) else normed
+        return found
+
     def logits(
         self, rows: torch.Tensor, adapters: Sequence[int] | None = None
     ) -> torch.Tensor | None:
@@ -180,10 +186,8 @@ class Head:
 
     def _normed(self, rows: torch.Tensor) -> torch.Tensor:
         """The input of the unembedding."""
-        normed = self._norm(rows)
-        normed = normed[0] if isinstance(normed, tuple) else normed
-        found: torch.Tensor = normed if self._divisor == 1.0 else normed / self._divisor
-        return found
+        normed = self.normed(rows)
+        return normed if self.divisor == 1.0 else normed / self.divisor
 
     @contextmanager
     def _with(self, adapters: Sequence[int]) -> Iterator[None]:
@@ -206,6 +210,32 @@ class Head:
             for one, wrapper in zip(heads, before, strict=True):
                 one.punica_wrapper = wrapper
 
+    @property
+    def _unadapted(self) -> Any:
+        """The unembedding without adapters: Gemma uses its embeddings."""
+        model = self._model
+        if hasattr(model, "get_language_model"):
+            model = model.get_language_model()
+        inner = getattr(model, "model", None)
+        head = getattr(model, "lm_head", getattr(inner, "embed_tokens", None))
+        return getattr(head, "base_layer", head)
+
+    def bias_of(self, tokens: list[int], own: torch.Tensor) -> torch.Tensor:
+        """The head's bias `[tokens]`, 0 where another rank has it.
+
+        Args:
+            tokens: ids below the vocabulary's size.
+            own: as `unembedding` returns it.
+
+        """
+        bias = getattr(self._unadapted, "bias", None)
+        if bias is None:
+            return torch.zeros(len(tokens), device=own.device)
+        ids = torch.tensor(tokens, device=own.device)
+        shard = getattr(self._unadapted, "shard_indices", None)
+        first = shard.org_vocab_start_index if shard is not None else 0
+        return torch.where(own, bias[torch.where(own, ids - first, 0)], 0)
+
     def unembedding(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the unembedding, and which of them this rank has.
 
@@ -220,8 +250,7 @@ class Head:
             ValueError: the weights are not kept as they are.
 
         """
-        head = getattr(self._model, "lm_head", None)
-        head = getattr(head, "base_layer", head)  # Without adapters.
+        head = self._unadapted
         weight = getattr(head, "weight", None)
         if weight is None or not weight.dtype.is_floating_point:
             raise ValueError("the model has no unembedding with floating-point rows")

@@ -68,14 +68,17 @@ class Entry:
     first: int
     """Index of the first row in the job; the rows of a token's taps are adjacent."""
     rows: Indices
-    """`[count, taps]`: indices relative to the step's first staging row."""
+    """`[count, taps]`: indices relative to the step's first staging row.
+
+    A tap has several columns if its rows take several staging rows.
+    """
     reduced: bool = False
     """Whether the result is one value for all rows."""
 
     @property
     def num_rows(self) -> int:
         """Number of rows in the job, over all staged taps."""
-        return self.count * len(self.readout.staged)
+        return self.rows.size
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ class Job:
     index: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """`[rows]` int64 on the device: the rows, relative to the step's first staging row.
     """
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
     """Values that the operation caches for later steps of the same job set."""
 
 

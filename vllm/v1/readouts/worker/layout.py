@@ -4,12 +4,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.residual.row_blocks import LocalGroup
+from vllm.v1.residual.row_blocks import Block, LocalGroup
 from vllm.v1.residual.spans import OPEN_END, Spans
 from vllm.v1.residual.step_layout import Layout
 from vllm.v1.residual.tap import Tap
@@ -24,9 +25,11 @@ class Staged:
     positions: Indices
     """`[n]`: token position of each row, ascending."""
     rows: Indices
-    """`[n]`: index of the row at the group's first tap among the step's rows."""
+    """`[n]`: index at the group's first tap of the (first) staging row of each row."""
     stride: int
     """Offset from the rows of one tap to those of the next."""
+    each: int = 1
+    """Staging rows that a row takes."""
 
 
 def staged_groups(
@@ -40,16 +43,16 @@ def staged_groups(
         wanted: requests with readouts, by id.
 
     """
-    spans: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {}
+    spans: dict[str, dict[int, list[tuple[int, int, int, Block]]]] = {}
     base = 0
     for block in layout.blocks:
         for req_id, row in block.decoding.items():
             if req_id in wanted:
-                one = row.origin + shift, 1, base + row.place, block.num_rows
+                one = row.origin + shift, 1, base + block.each * row.place, block
                 spans.setdefault(req_id, {}).setdefault(row.group, []).append(one)
         for (req_id, group, start, count, _), at in zip(block.picks, block.offsets):
             if req_id in wanted:
-                one = start, count, base + at, block.num_rows
+                one = start, count, base + block.each * at, block
                 spans.setdefault(req_id, {}).setdefault(group, []).append(one)
         base += block.num_staged
     return {
@@ -58,11 +61,14 @@ def staged_groups(
     }
 
 
-def _joined(spans: Sequence[tuple[int, int, int, int]]) -> Staged:
-    ordered = sorted(spans)
+def _joined(spans: Sequence[tuple[int, int, int, Block]]) -> Staged:
+    ordered = sorted(spans, key=itemgetter(0))
+    block = ordered[0][3]
+    each = block.each
     positions = [np.arange(start, start + n) for start, n, _, _ in ordered]
-    rows = [np.arange(row, row + n) for _, n, row, _ in ordered]
-    return Staged(np.concatenate(positions), np.concatenate(rows), ordered[0][3])
+    rows = [np.arange(row, row + each * n, each) for _, n, row, _ in ordered]
+    stride = block.num_rows * each
+    return Staged(np.concatenate(positions), np.concatenate(rows), stride, each)
 
 
 def rows_at(
@@ -72,6 +78,8 @@ def rows_at(
     staged: Mapping[int, Staged],
 ) -> tuple[Indices, Indices]:
     """The positions `[n]` within `ranges`, and their rows `[n, taps]` in the step.
+
+    A row that takes several staging rows has as many columns.
 
     A tap is staged at every position that any of its readouts needs, so all taps have
     the same positions within `ranges`.
@@ -88,7 +96,8 @@ def rows_at(
             return np.zeros(0, dtype=np.int64), np.zeros((0, len(taps)), dtype=np.int64)
         kept = within(found.positions, ranges)
         positions = found.positions[kept]
-        columns.append(found.rows[kept] + column * found.stride)
+        first = found.rows[kept] + column * found.stride
+        columns += [first + more for more in range(found.each)]
     return positions, np.stack(columns, axis=1)
 
 

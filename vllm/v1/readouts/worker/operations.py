@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
+from vllm.v1.readouts.worker.attribution import Attribution, Directions
 from vllm.v1.readouts.worker.custom import CustomReadouts
 from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.jobs import Job, ReadingRequest
@@ -33,6 +34,7 @@ class Operations:
         self,
         vllm_config: "VllmConfig",
         head: Head,
+        attribution: Attribution,
         requests: Mapping[str, ReadingRequest],
         device: torch.device,
     ) -> None:
@@ -41,11 +43,13 @@ class Operations:
         Args:
             vllm_config: the engine's configuration.
             head: of the model.
+            attribution: the linear form of the head.
             requests: those with readouts, by id; kept up to date by the caller.
             device: the device of the model.
 
         """
         self._head = head
+        self._attribution = attribution
         self._requests = requests
         self._device = device
         self._width = vllm_config.model_config.get_hidden_size()
@@ -77,6 +81,8 @@ class Operations:
                 return self._head.lens_values(rows, top_k, tokens, adapters)
             case ("sae", SparseAutoencoder() as sae, top_k, features):
                 return sae_values(sae, rows, top_k, features)
+            case ("attribution", Directions() as directions):
+                return self._attribution.compute(job, rows, directions)
             case ("norm",):
                 return norms(job, rows)
             case ("custom", *_):

@@ -138,6 +138,10 @@ def _part(
     if entry.reduced:
         own = {label: one[number] for label, one in arrays.items()}
         return ReadoutPart(name, start, entry.count, own, reduced=True)
+    if entry.readout.kind in ("attention", "attribution"):
+        mine = f"{number}."
+        own = {k.removeprefix(mine): v for k, v in arrays.items() if k.startswith(mine)}
+        return ReadoutPart(name, start, entry.count, own)
     if entry.readout.kind == "custom":
         own = {"values": arrays[str(number)]}
         return ReadoutPart(name, start, entry.count, own)

@@ -83,7 +83,7 @@ class Stages:
             return [(last, readout)]
         if len(stages) == 1:
             return [(stages.pop(), readout)]
-        if readout.kind not in ("rows", "norm"):
+        if readout.kind not in ("rows", "norm", "attention"):
             return [(last, readout)]
         taps: dict[int | None, list[Tap]] = {}
         for tap in readout.taps:  # None: a norm's cosine to a row of the stage before.

@@ -17,6 +17,8 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.token_steps import TokenTable
+from vllm.v1.readouts.worker.attention import AttentionPatterns
+from vllm.v1.readouts.worker.attribution import Attribution
 from vllm.v1.readouts.worker.head import ELSEWHERE, Head
 from vllm.v1.readouts.worker.jobs import (
     ROWS,
@@ -46,6 +48,7 @@ from vllm.v1.readouts.worker.stages import (
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import Readout, ReadoutCounters, ReadoutPlan
 from vllm.v1.residual.row_blocks import LocalGroup
+from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.step_layout import PlacedStep
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Tap
@@ -77,6 +80,7 @@ class WorkerReadouts:
         model: nn.Module,
         last_layer: nn.Module | None,
         device: torch.device,
+        attention: Mapping[int, Any],
     ) -> None:
         """Find the model's head.
 
@@ -87,6 +91,7 @@ class WorkerReadouts:
             last_layer: a module of the last decoder block; None if another pipeline
                 stage has it.
             device: the device of the model.
+            attention: upstream's attention layers with the point `q`, by layer.
 
         """
         parallel = vllm_config.parallel_config
@@ -96,6 +101,7 @@ class WorkerReadouts:
         self.head = Head(model, last_layer, vocab_size, device.type, adapts)
         self._device = device
         self._width = vllm_config.model_config.get_hidden_size()
+        self.patterns = AttentionPatterns(attention, self._width, device)
         self._shared = parallel.tensor_parallel_size > 1
         self._has_rows = get_tensor_model_parallel_rank() == 0
         self._stages = Stages.of(vllm_config, get_pp_group().rank_in_group)
@@ -107,7 +113,11 @@ class WorkerReadouts:
         self._outgoing = StageMessage()
         self._sent: dict[str, Any] = {}
         self._requests: dict[str, ReadingRequest] = {}
-        self._operations = Operations(vllm_config, self.head, self._requests, device)
+        dtype = torch_dtype(vllm_config.model_config)
+        self._attribution = Attribution(self.head, model, self._width, dtype)
+        self._operations = Operations(
+            vllm_config, self.head, self._attribution, self._requests, device
+        )
         self._job_set: JobSet | None = None
         self._pending: PendingReadouts | None = None
         self._beside: torch.cuda.Stream | None = None
@@ -125,9 +135,13 @@ class WorkerReadouts:
         return req_id in self._requests
 
     @property
-    def lens_refusal(self) -> str | None:
-        """Why the model has no lens; empty if it has, None on ranks without a head."""
-        return None if self.head.refusal == ELSEWHERE else self.head.refusal
+    def refusals(self) -> dict[str, Any]:
+        """As `Refusals`; without `lens` on ranks without a head."""
+        found: dict[str, Any] = {"attention": self.patterns.refusals}
+        if self.head.refusal != ELSEWHERE:
+            found["lens"] = self.head.refusal
+            found["attribution"] = self._attribution.refusal
+        return found
 
     def add_request(
         self,
@@ -213,11 +227,13 @@ class WorkerReadouts:
                 named = readout.module
                 translator = modules.translator(named) if named else None
                 return "lens", readout.top_k, readout.tokens, translator
+            case "attribution":
+                return "attribution", self._attribution.directions(readout.tokens)
             case "sae":
                 sae = modules.sae(readout.module)
                 return "sae", sae, readout.top_k, readout.features
-            case "norm":
-                return ("norm",)
+            case "norm" | "attention" as kind:
+                return (kind,)
             case "rows" if readout.reduce != "none":
                 return "reduce", readout.reduce, len(readout.taps)
             case "rows":
@@ -230,6 +246,7 @@ class WorkerReadouts:
         view: StepView,
         staging: torch.Tensor,
         first_row: int,
+        attention: Any = None,
     ) -> None:
         """Queue the readouts of a step after its forward pass.
 
@@ -241,8 +258,10 @@ class WorkerReadouts:
             view: the step's batch.
             staging: `[S, hidden_size]`, the staging memory.
             first_row: the step's first row in `staging`.
+            attention: upstream's metadata, by name of the attention layer.
 
         """
+        self.patterns.begin(attention, view.req_ids)
         try:
             self._run(placed, view, staging, first_row)
         except Exception as error:
@@ -399,12 +418,22 @@ class WorkerReadouts:
     def _gathered(
         self, job: Job, staging: torch.Tensor, first_row: int, further: int
     ) -> torch.Tensor | Arrays:
-        """A job's rows `[R, hidden_size]`, or its result if it reduces rows."""
+        """A job's rows `[R, hidden_size]`, or its result.
+
+        What reduces rows or reads the KV cache is computed here, on the stream of the
+        pass.
+        """
         if not self._has_rows:  # Rank 0 sends them.
             return staging.new_empty(len(job.index), self._width)
+        began = perf_counter()
+        if job.key[0] == "attention":
+            assert self._job_set is not None, "only a job set has jobs"
+            rows, starts = self._rows(job, staging, first_row), self._job_set.starts
+            patterns = self.patterns.compute(job, rows, starts, further)
+            self._count(job, len(rows), began)
+            return patterns
         if job.key[0] != "reduce":
             return self._rows(job, staging, first_row)
-        began = perf_counter()
         found = reduce_rows(job, staging, first_row)
         self._count(job, sum(entry.num_rows for entry in job.entries), began)
         for entry in job.entries:

@@ -102,7 +102,7 @@ class NoCore:
         return ModelFacts(
             config.capture_config.hook_points,
             config.capture_config.point_shapes,
-            config.readout_config.lens_refusal,
+            config.readout_config.refusals,
         )
 
 

@@ -5,7 +5,7 @@ Upstream's messages import their types from here: requests, what the engine core
 front end at its start and with tokens, and what workers send the engine core.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -51,11 +51,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     hook_points: dict[int, list[str]] | None = None
     point_shapes: dict[int, dict[str, tuple[int, int]]] = {}
-    lens_refusal: str = ""
-    """Why a lens cannot use the model's head; empty if it can."""
+    readout_refusals: dict[str, Any] = {}
+    """What readouts cannot read, as in `Refusals`."""
 
     def note(self, config: "VllmConfig") -> None:
         """Store them in the configuration of the front end's process."""
         config.capture_config.hook_points = self.hook_points
         config.capture_config.point_shapes = self.point_shapes
-        config.readout_config.lens_refusal = self.lens_refusal
+        config.readout_config.refusals = self.readout_refusals

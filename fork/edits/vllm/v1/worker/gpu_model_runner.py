@@ -78,7 +78,7 @@ self.residual.begin_step(num_tokens_padded)
     before(
         scope="GPUModelRunner.execute_model",
         anchor='with record_function_or_nullcontext("gpu_model_runner: postprocess"):',
-        insert="self.residual.end_step()",
+        insert="self.residual.end_step(attn_metadata)",
         why="The forward pass is queued on the device.",
     ),
     replace(

@@ -2,6 +2,7 @@
 
 import { html, render, useState } from "./vendor/preact-htm.js";
 import { HeadText, SmallHeads } from "./draw/attention.js";
+import { Heatmap } from "./draw/heatmap.js";
 import { LensTable, PinnedLines } from "./draw/lens.js";
 import { PatchMap } from "./draw/patch.js";
 import { rangeOf } from "./draw/tint.js";
@@ -39,10 +40,21 @@ function Attention({ tokens, weights, layer }) {
     <${HeadText} tokens=${tokens} weights=${weights} head=${head} /></section>`;
 }
 
+function Attribution({ tokens, positions, taps, logits }) {
+  const [place, choose] = useState(positions.at(-1));
+  const row = positions.indexOf(place);
+  return html`<section><h3>What adds to the logits</h3><${TokenText} tokens=${tokens} chosen=${place} onPick=${choose} name="token" />
+    ${row >= 0 ? html`<${Heatmap} rows=${taps.length} columns=${logits[row][0].length} cell=${26} zero=${0} version=${place}
+      value=${(part, word) => number(logits[row][part][word])} rowName=${(part) => taps[part].join(" ")}
+      rowLabel=${(part) => taps[part][0] + " " + taps[part][1].slice(0, 4)}
+      columnName=${(word) => `token ${word} of those asked for`} label="Additions to logits by component" />`
+      : html`<p>The components were not read here.</p>`}</section>`;
+}
+
 function Patch({ sweep }) {
   return html`<section>${Object.keys(sweep.grids).map((hook) => html`<${PatchMap} key=${hook} sweep=${sweep} hook=${hook} />`)}</section>`;
 }
 
-const KINDS = { tinted: Tinted, lens: Lens, attention: Attention, patch: Patch };
+const KINDS = { tinted: Tinted, lens: Lens, attention: Attention, attribution: Attribution, patch: Patch };
 const parts = JSON.parse(document.getElementById("results").textContent);
 render(html`<main>${parts.map((part, key) => html`<${KINDS[part.kind]} key=${key} ...${part} />`)}</main>`, document.body);

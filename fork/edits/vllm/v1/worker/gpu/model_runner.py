@@ -60,7 +60,7 @@ self.residual.plan_step(
     after(
         scope="GPUModelRunner.execute_model",
         anchor="self.kv_connector.finish_forward()",
-        insert="self.residual.end_step()",
+        insert="self.residual.end_step(attn_metadata)",
         why="The forward pass is queued on the device.",
     ),
     before(

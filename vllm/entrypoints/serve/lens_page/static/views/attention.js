@@ -7,7 +7,7 @@ import { HeadGrid, HeadText, SCORES, SmallHeads } from "../draw/attention.js";
 import { percent, visible } from "../draw/tint.js";
 import { NEXT_TOKEN, likeliest } from "../text.js";
 
-const FLAGS = "--enable-readouts --enable-steering --hook-points z";
+const FLAGS = "--enable-readouts --enable-steering --hook-points q z";
 const MOST = 512; // Tokens of a whole pattern: 1 MiB of float32 per head.
 
 export function attentionBody(model, prompt, layers) {

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parses readouts of attention, and of what parts of a model add to logits."""
+
+from vllm.v1.readouts.frontend.entry import Spec
+from vllm.v1.residual.numbers import is_integer
+from vllm.v1.residual.point_shapes import shape_of
+from vllm.v1.residual.readout_plan import REST, Readout
+from vllm.v1.residual.tap import Tap
+
+TOP_KEYS = 8
+
+
+def parse_attention(spec: Spec) -> Readout:
+    """The readout of an entry of kind `attention`."""
+    _check_has_queries(spec)
+    taps = spec.inner("q")
+    for layer, _ in taps:
+        if why := spec.server.refusals.attention.get(layer):
+            raise spec.fail(
+                "layers", f"patterns of layer {layer} are not computed: {why}"
+            )
+    full = spec.raw.get("full", False)
+    if not isinstance(full, bool):
+        raise spec.fail("full", "must be true or false")
+    if full and len(taps) > 1:
+        raise spec.fail(
+            "layers",
+            f"with full a readout has one layer, and this names {len(taps)}; give a "
+            "readout for each, or top_k in place of full",
+        )
+    keys = spec.integers("keys", _last_row(spec), "positions")
+    chosen = [key for key in ("top_k", "keys", "full") if spec.raw.get(key)]
+    if len(chosen) > 1:
+        raise spec.fail(chosen[1], f"give it or {chosen[0]}, not both")
+    top_k = 0
+    if not keys and not full:
+        top_k = spec.integer("top_k", TOP_KEYS, 1, spec.server.max_top_k)
+    return Readout(
+        spec.name,
+        "attention",
+        taps,
+        spec.ranges(),
+        top_k=top_k,
+        heads=heads_of(spec, taps),
+        keys=keys,
+        full=full,
+    )
+
+
+def parse_attribution(spec: Spec) -> Readout:
+    """The readout of an entry of kind `attribution`."""
+    if why := spec.server.refusals.attribution:
+        raise spec.fail("kind", f"attribution is not computed: {why}")
+    tokens = spec.integers("tokens", spec.server.vocab_size, "token ids")
+    if not tokens:
+        raise spec.fail("tokens", "is needed: the token ids whose logits are explained")
+    layers = [layer for layer, _ in spec.inner("post_block")]
+    for layer in layers:
+        lacking = {"pre_attn", "post_attn"} - {*spec.ctx.hook_points[layer]}
+        if lacking:
+            raise spec.fail(
+                "layers", f"layer {layer} has no {min(lacking)}; leave it out"
+            )
+    added = ((layer, name) for layer in layers for name in ("attn_add", "mlp_add"))
+    end = spec.ctx.num_hidden_layers - 1
+    return Readout(
+        spec.name,
+        "attribution",
+        ((0, "embed"), *added, (end, REST)),
+        spec.ranges(),
+        tokens=tokens,
+    )
+
+
+def _last_row(spec: Spec) -> int:
+    """The number of positions that a request has rows for."""
+    return spec.ctx.num_prompt_tokens + max((spec.ctx.max_tokens or 1) - 1, 0)
+
+
+def _check_has_queries(spec: Spec) -> None:
+    """Say why an engine that was started with the point `q` has none."""
+    ctx = spec.ctx
+    having = any("q" in points for points in ctx.hook_points.values())
+    if having or "q" not in spec.server.optional_points:
+        return
+    if ctx.tensor_parallel_size > 1:
+        why = (
+            "queries are divided among the tensor-parallel ranks; start with "
+            "--tensor-parallel-size 1"
+        )
+    else:
+        why = (
+            "this model has no layer with one attention whose keys are kept as such; "
+            "those of MLA are latent"
+        )
+    raise spec.fail("kind", f"patterns are not computed: {why}")
+
+
+def heads_of(spec: Spec, taps: tuple[Tap, ...]) -> tuple[int, ...]:
+    """The heads that the key `heads` names, which all layers must have."""
+    given = spec.raw.get("heads", "all")
+    counts = {
+        shape_of(spec.ctx.point_shapes, tap, spec.ctx.hidden_size).heads for tap in taps
+    }
+    if given == "all" and len(counts) > 1:
+        raise spec.fail(
+            "heads",
+            f"the layers have {sorted(counts)} heads; list the heads, or give a "
+            "readout for layers of each kind",
+        )
+    count = min(counts)
+    if given == "all":
+        return tuple(range(count))
+    if not isinstance(given, list) or not given or len(given) > count:
+        raise spec.fail("heads", f'must be "all" or a list of heads, 0 to {count - 1}')
+    for head in given:
+        if not is_integer(head, 0, count):
+            raise spec.fail("heads", f"heads are 0 to {count - 1}, not {head!r}")
+    return tuple(map(int, given))

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each part of the stream adds to the logits of tokens, in float32.
+
+With the scale of the final norm fixed, a logit is a linear function of the last row of
+the stream, and so a sum over what was added to it: the embedding, attention and the MLP
+of each layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.v1.readouts.worker.head import Head
+from vllm.v1.readouts.worker.jobs import Job
+from vllm.v1.readouts.worker.kinds import Arrays
+from vllm.v1.residual.readout_plan import ADDED, Readout
+from vllm.v1.residual.tap import Tap
+
+TOLERANCE = 0.02
+"""Largest relative difference between the model and its linear form, in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Directions:
+    """How logits of t tokens depend on a row that the final norm has scaled."""
+
+    rows: torch.Tensor  # [t, hidden_size] float32, with the norm's weights
+    normed: torch.Tensor  # [t, hidden_size] float32, for what the norm returns
+    bias: torch.Tensor  # [t] float32
+
+
+class Attribution:
+    """The linear form of a model's final norm and head. Engine thread only."""
+
+    def __init__(self, head: Head, model: nn.Module, width: int, dtype: torch.dtype):
+        """Find the linear form, and compare it with the model.
+
+        Args:
+            head: of the model; without one the form is not needed.
+            model: the loaded model.
+            width: of the stream.
+            dtype: of the stream.
+
+        """
+        self._head = head
+        self._centers = False
+        self._weight = self._bias = torch.zeros(0)
+        self._scale = 1.0
+        self.refusal = head.refusal
+        """Why there is none; empty if there is."""
+        if head.refusal:
+            return
+        if head.has_adapters:
+            self.refusal = "with --enable-lora the head depends on the request"
+            return
+        processors = [
+            one for one in model.modules() if isinstance(one, LogitsProcessor)
+        ]
+        if len(processors) != 1:
+            self.refusal = "the model has several heads"
+            return
+        with torch.inference_mode():
+            try:
+                self._find(width, dtype)
+                self._check(processors[0], width, dtype)
+            except ValueError as error:
+                self.refusal = str(error)
+
+    def _find(self, width: int, dtype: torch.dtype) -> None:
+        """Find the weights of the norm, and whether it subtracts the mean."""
+        norm = self._head.norm
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        device = self._head.unembedding([0])[0].device
+        rows = _trial(4, width, dtype, device)
+        zeros = torch.zeros(width, device=device)
+        own = zeros + 1 if weight is None else weight.float()
+        self._bias = zeros if bias is None else bias.float()
+        best = TOLERANCE
+        normed = self._head.normed(rows).float() - self._bias
+        for candidate in (own, 1 + own):
+            for centers in (False, True):
+                linear = _linear(rows.float(), candidate, centers)
+                difference = linear * _ratio(normed, linear) - normed
+                error = float(difference.norm() / normed.norm())
+                if error < best:
+                    best = error
+                    self._weight, self._centers = candidate, centers
+        if best == TOLERANCE:
+            raise ValueError(
+                f"the final norm {type(norm).__name__} is not linear at a fixed scale"
+            )
+
+    def _check(self, processor: Any, width: int, dtype: torch.dtype) -> None:
+        """Compare logits of the form with those of the model."""
+        self._scale = float(processor.scale) / self._head.divisor
+        tokens = (0, 1, 2, 3)
+        directions = self.directions(tokens)
+        rows = _trial(1, width, dtype, directions.rows.device)
+        logits = self._head.logits(rows)
+        if logits is None:  # Another rank compares.
+            return
+        expected = logits[0, list(tokens)].float()
+        found = self._logits(rows, directions)[0] / processor.scale
+        if cap := processor.soft_cap:
+            found = (found / cap).tanh() * cap
+        difference = (found * processor.scale - expected).abs().max()
+        if difference > TOLERANCE * expected.abs().max().clamp(min=1e-3):
+            raise ValueError("the head is not a product with its rows and a scale")
+
+    def directions(self, tokens: Sequence[int]) -> Directions:
+        """The form for some tokens. A collective under tensor parallelism.
+
+        Raises:
+            ValueError: the unembedding has no floating-point rows.
+
+        """
+        rows, own = self._head.unembedding(list(tokens))
+        bias = self._head.bias_of(list(tokens), own)
+        both = torch.cat((rows.float(), bias[:, None].float()), dim=1)
+        both = get_tp_group().all_reduce(both)
+        scaled = both[:, :-1] * self._scale
+        rows = scaled * self._weight
+        if self._centers:
+            rows = rows - rows.mean(dim=-1, keepdim=True)
+        bias = both[:, -1] * self._scale * self._head.divisor
+        return Directions(rows, scaled, bias)
+
+    def _logits(self, rows: torch.Tensor, directions: Directions) -> torch.Tensor:
+        """Logits `[n, t]` of rows `[n, hidden_size]`, before any soft cap."""
+        normed = self._head.normed(rows).float()
+        return normed @ directions.normed.T + directions.bias
+
+    def compute(self, job: Job, rows: torch.Tensor, directions: Directions) -> Arrays:
+        """What each component adds to the logits, and the rest.
+
+        Args:
+            job: of readouts of this kind with these tokens.
+            rows: `[R, hidden_size]`.
+            directions: of the tokens.
+
+        Returns:
+            For entry i `i.logits` `[count, components, t]` float32. They sum to the
+            logits before any soft cap.
+
+        """
+        found: Arrays = {}
+        for number, entry in enumerate(job.entries):
+            own = rows[entry.first : entry.first + entry.num_rows]
+            own = own.view(entry.count, -1, own.shape[-1])
+            last = own[:, -1]
+            linear = _linear(last.float(), self._weight, self._centers)
+            ratio = _ratio(self._head.normed(last).float() - self._bias, linear)
+            parts = own.float() @ directions.rows.T * ratio[:, None]
+            added = _differences(entry.readout, parts)
+            rest = self._logits(last, directions) - added.sum(dim=1)
+            found[f"{number}.logits"] = torch.cat((added, rest[:, None]), dim=1)
+        return found
+
+
+def _differences(readout: Readout, parts: torch.Tensor) -> torch.Tensor:
+    """`[count, components - 1, t]` of `[count, taps, t]`, which staged points have."""
+    place = {tap: number for number, tap in enumerate(readout.staged)}
+    columns: list[torch.Tensor] = []
+    for layer, name in readout.taps[:-1]:
+        points: tuple[Tap, ...] = tuple((layer, point) for point in ADDED[name])
+        columns.append(parts[:, place[points[-1]]])
+        if len(points) > 1:
+            columns[-1] = columns[-1] - parts[:, place[points[0]]]
+    return torch.stack(columns, dim=1)
+
+
+def _linear(rows: torch.Tensor, weight: torch.Tensor, centers: bool) -> torch.Tensor:
+    """What a norm makes of rows `[n, hidden_size]`, without scaling them."""
+    if centers:
+        rows = rows - rows.mean(dim=-1, keepdim=True)
+    return rows * weight
+
+
+def _ratio(normed: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    """The norm's scale of each row, `[n, 1]`."""
+    products = (normed * linear).sum(dim=-1, keepdim=True)
+    return products / (linear * linear).sum(dim=-1, keepdim=True)
+
+
+def _trial(
+    count: int, width: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Rows whose mean is as large as their deviation."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(count, width, generator=draw) + 1
+    return (10 * rows).to(device, dtype)
