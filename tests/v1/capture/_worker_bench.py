@@ -21,12 +21,12 @@ from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.capture.groups import chunks_in
 from vllm.v1.capture.staging.request_pages import RequestPages
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
+from vllm.v1.capture.transport.addresses import rows_address
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     CountersMessage,
     EndMessage,
     Inbox,
-    rows_address,
 )
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
