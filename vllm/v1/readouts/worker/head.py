@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.readouts.worker.kinds import Arrays
-from vllm.v1.readouts.worker.shards import local_logits_of, shard_values
 
 NORMS = (
     "norm",
@@ -106,9 +104,6 @@ class Head:
         self._model: Any = model
         self.norm: Any = None
         self.divisor = 1.0
-        self._local = None if has_adapters else local_logits_of(model)
-        if self._local is not None:
-            self._rows_at_once *= get_tensor_model_parallel_world_size()
         if last_layer is None:
             self.refusal = ELSEWHERE
             return
@@ -156,11 +151,6 @@ class Head:
         parts = []
         for start in range(0, len(rows), self._rows_at_once):
             span = slice(start, start + self._rows_at_once)
-            if self._local is not None:
-                logits = self._local(self._normed(rows[span]))
-                head = self._model.lm_head
-                parts.append(shard_values(head, logits, top_k, wanted, largest))
-                continue
             found = self.logits(rows[span], adapters and adapters[span])
             if found is not None:
                 parts.append(_whole_values(found, top_k, wanted))
