@@ -61,7 +61,7 @@ def test_the_guide_to_patching(run_script: Run) -> None:
     first, second = blocks(ROOT / "docs" / "steering" / "patching.md", "python")
     check = """
 assert trace.clean == zeros.clean and trace.corrupt != trace.clean
-assert "</table>" in result._repr_html_() and not trace.skipped
+assert "post_block" in result._repr_html_() and not trace.skipped
 """
     second = "\n".join("    " + line for line in (second + check).splitlines())
     printed = run_script(f"{first}\n{second}")

@@ -28,8 +28,8 @@ VALUES: list[Any] = [
 def test_what_is_admitted_without_the_features_can_be_read(name: str) -> None:
     admitted = 0
     for value in VALUES:
-        params = SamplingParams(**{name: value})
         try:
+            params = SamplingParams(**{name: value})
             NO_FRONT_END.admit("r", params, 5)
         except ValueError as error:
             assert name in str(error), error

@@ -40,6 +40,7 @@ def scheduler_of(
         model_config=model,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
         kv_transfer_config=None,
+        max_concurrent_batches=2,
     )
     return SimpleNamespace(
         vllm_config=config,
