@@ -62,7 +62,7 @@ def server(
         folder / "model",
         *("--served-model-name", request.param, "--enable-lens-page"),
         *("--enable-readouts", "--enable-steering", "--capture-consumers", "inline"),
-        *("--hook-points", "q", "z"),
+        *("--hook-points", "q", "z", "--enable-patching"),
         *("--readout-modules", f"mood={folder / 'mood.safetensors'}"),
         *("--sae", f"small={folder / 'sae'}"),
         *("--steering-modules", f"tone={folder / 'tone.json'}"),
@@ -179,12 +179,20 @@ def test_the_server_is_shown_live(tab: Any) -> None:
     assert tab.locator(".chart canvas").count() == 2
 
 
-def test_what_the_server_lacks_is_said_with_the_flag(tab: Any) -> None:
-    show(
-        tab, view="patch", clean=PROMPT, corrupt="Anna went to the market.", answer=" A"
-    )
+def test_a_sweep_fills_the_map_and_a_cell_is_completed(tab: Any) -> None:
+    corrupt = PROMPT.replace("garden", "old market")  # Some positions have no cells.
+    show(tab, view="patch", clean=PROMPT, corrupt=corrupt, answer=" She")
     tab.click("button:has-text('Sweep')")
-    tab.wait_for_selector("text=--enable-patching")
+    tab.wait_for_selector("button:has-text('Sweep')")
+    tab.wait_for_selector("text=/noise floor \\d/")
+    assert tab.locator("main .problem").count() == 0
+    bar = tab.locator("progress")
+    assert int(bar.get_attribute("value")) == int(bar.get_attribute("max")) > 0
+    tab.focus("[aria-label^='Patching map']")
+    tab.keyboard.press("ArrowDown")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("h3:text-is('Completion with this cell patched')")
+    assert tab.locator("main .problem").count() == 0
 
 
 def test_a_head_of_attention_its_score_and_its_ablation(tab: Any) -> None:

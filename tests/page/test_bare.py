@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a server without any of the features."""
+
+import pytest
+
+from tests.page.test_page import PROMPT, show
+from tests.support.browser import opened
+from tests.support.models import TOKENIZER
+from tests.support.server import Server
+
+pytestmark = [pytest.mark.page, pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_what_a_server_lacks_is_said_with_the_flag() -> None:
+    server = Server(TOKENIZER, "--enable-lens-page", "--enforce-eager")
+    try:
+        with opened() as tab:
+            tab.goto(server.url + "/lens/")
+            tab.wait_for_selector("textarea")
+            for view, flag in {
+                "lens": "--enable-readouts",
+                "attention": "--enable-readouts",
+                "steer": "--enable-steering",
+                "features": "--enable-readouts",
+            }.items():
+                show(tab, view=view, prompt=PROMPT)
+                tab.wait_for_selector(f".needs >> text={flag}")
+            show(tab, view="patch", clean=PROMPT, corrupt=PROMPT, answer=" A")
+            tab.click("button:has-text('Sweep')")
+            tab.wait_for_selector(".needs >> text=--enable-patching")
+            assert tab.errors == []
+    finally:
+        server.close()
