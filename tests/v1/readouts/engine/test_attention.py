@@ -153,7 +153,17 @@ def keep_input(states: list[torch.Tensor]) -> Any:
     return hook
 
 
-@pytest.fixture(scope="module", params=[*KINDS])
+SOAKED = {"parallel block, biases", "multipliers"}
+"""Kinds that are like others for attention: each takes an engine of its own."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=pytest.mark.soak if kind in SOAKED else ())
+        for kind in KINDS
+    ],
+)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
