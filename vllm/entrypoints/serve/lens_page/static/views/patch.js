@@ -29,6 +29,7 @@ export function take(sweep, event) {
     const { type, hook_grids: grids, ...found } = event;
     Object.assign(sweep, found);
     sweep.source = event.captured_source_run ?? sweep.source;
+    sweep.ended = type === "summary"; // Positions without a counterpart have no cells.
     for (const one of grids ?? []) sweep.grids[one.hook] = one.grid;
     for (const hook of event.hooks ?? [event.hook]) {
       sweep.grids[hook] ??= event.layers.map(() => event.heads ? event.heads.map(() => []) : []);
@@ -52,7 +53,7 @@ export function Patch({ model, facts, state, update }) {
   const { layers, points } = hooksOf(facts);
   const request = sweepOf(model, state);
   const start = () => run(async (signal) => {
-    const sweep = { layers: [], positions: [], tokens: [], grids: {}, done: 0, errors: [] };
+    const sweep = { ended: false, layers: [], positions: [], tokens: [], grids: {}, done: 0, errors: [] };
     let frame = 0;
     for await (const batch of events(request.path, request.body, signal)) {
       for (const event of batch) take(sweep, event);
@@ -62,6 +63,7 @@ export function Patch({ model, facts, state, update }) {
     draw((n) => n + 1);
   });
   const sweep = shown.current;
+  const total = sweep && sweep.layers.length * sweep.positions.length * (sweep.heads?.length ?? 1);
   const hook = request.body.hooks[0];
   const pick = (row, column) => looking.run(async (signal) => {
     const each = sweep.heads?.length ?? 1;
@@ -92,7 +94,7 @@ export function Patch({ model, facts, state, update }) {
     <p class="note">Tokens usually begin with a space: “ Paris”.</p>
     <${Problem} error=${error} />
     ${error?.status === 400 && /enable-patching/.test(error.message) && html`<${Needs} what="patching" flags="--enable-patching" />`}
-    ${sweep && html`<progress max=${sweep.layers.length * sweep.positions.length * (sweep.heads?.length ?? 1)} value=${sweep.done}
+    ${sweep && html`<progress max=${total} value=${sweep.ended ? total : sweep.done}
         aria-label="Cells that have arrived"></progress>
       ${Object.keys(sweep.grids).map((name) => html`<${PatchMap} key=${name} sweep=${sweep} hook=${name} version=${version}
         picked=${cell?.at} onPick=${pick} />`)}
