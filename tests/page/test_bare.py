@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a server without any of the features."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.page.test_page import PROMPT, show
@@ -11,8 +13,10 @@ from tests.support.server import Server
 pytestmark = [pytest.mark.page, pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_what_a_server_lacks_is_said_with_the_flag() -> None:
-    server = Server(TOKENIZER, "--enable-lens-page", "--enforce-eager")
+def test_what_a_server_lacks_is_said_with_the_flag(tmp_path: Path) -> None:
+    # Beside the model the server has its log.
+    (tmp_path / "model").symlink_to(TOKENIZER)
+    server = Server(tmp_path / "model", "--enable-lens-page", "--enforce-eager")
     try:
         with opened() as tab:
             tab.goto(server.url + "/lens/")
