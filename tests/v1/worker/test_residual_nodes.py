@@ -3,8 +3,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm.v1.worker.residual_nodes import PIECE, difference, weights_of
+from vllm.v1.worker.residual_nodes import difference, weights_of
 
+PIECE = 1 << 20
 FACTS = {"version": "1", "--capture-consumers": "{}", "weights": "a"}
 
 
@@ -25,11 +26,14 @@ def test_a_difference_is_told_with_both_values_and_the_remedy() -> None:
         assert remedy in found
 
 
-def test_weights_differ_by_name_size_start_and_end(tmp_path: Path) -> None:
-    def stored(name: str, start: bytes, rest: int, end: bytes) -> str:
+def test_weights_differ_by_name_size_and_content(tmp_path: Path) -> None:
+    def stored(
+        name: str, start: bytes, rest: int, end: bytes, middle: bytes = b"x"
+    ) -> str:
         for path in tmp_path.iterdir():
             path.unlink()
-        content = start + b"x" * (PIECE + rest) + end
+        half = PIECE // 2
+        content = start + b"x" * half + middle + b"x" * (half + rest) + end
         (tmp_path / name).write_bytes(content)
         return weights_of(str(tmp_path))
 
@@ -40,8 +44,9 @@ def test_weights_differ_by_name_size_start_and_end(tmp_path: Path) -> None:
         stored("a.safetensors", b"two", 5, b"end"),
         stored("a.safetensors", b"one", 6, b"end"),
         stored("a.safetensors", b"one", 5, b"add"),
+        stored("a.safetensors", b"one", 5, b"end", middle=b"y"),
     }
-    assert len(others | {first}) == 5
+    assert len(others | {first}) == 6
     assert weights_of("meta/model") == "meta/model"
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the nodes of one engine agree, checked at its start.
 
-Each node has a command line, an installation and a disk of its own. If they differ,
-ranks compute with other weights or wait for each other without an end.
+Each node has a command line, an installation and a disk of its own. Without the check,
+ranks of nodes that differ compute with other weights, write into folders that nobody
+merges, or wait for each other without an end. It takes the time of a digest of the
+weights at the start, and nothing later.
 """
 
-import os
 import socket
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,12 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_rank,
     get_world_group,
 )
+from vllm.v1.residual.model_identity import digest_of_weights
 from vllm.v1.worker.node_watch import watch_nodes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-PIECE = 1 << 20
-"""Bytes at the start and at the end of a file of weights that are compared."""
 REMEDY = {
     "version": "install the same wheel on every node",
     "weights": "copy one checkpoint to every node",
@@ -74,7 +73,9 @@ def facts_of(vllm_config: "VllmConfig") -> Facts:
         "--hook-points": repr(capture.optional_points),
         "steering options": repr(steering),
         "readout modules": repr((readouts.modules, readouts.saes)),
-        "weights": weights_of(vllm_config.model_config.model),
+        "weights": weights_of(
+            vllm_config.model_config.model, vllm_config.model_config.revision
+        ),
     }
 
 
@@ -87,19 +88,13 @@ def difference(first: Facts, other: Facts) -> str | None:
     return None
 
 
-def weights_of(model: str) -> str:
-    """A checksum of a checkpoint's files; of a name on the hub, the name."""
-    files = sorted(Path(model).glob("*.safetensors"))
-    checksum = 0
-    for path in files:
-        with path.open("rb") as file:
-            checksum = zlib.crc32(path.name.encode() + file.read(PIECE), checksum)
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - PIECE, 0))
-            checksum = zlib.crc32(str(size).encode() + file.read(), checksum)
-    if not files:
+def weights_of(model: str, revision: str | None = None) -> str:
+    """The digest of a checkpoint and its first file; its name if it has no files."""
+    digest = digest_of_weights(model, revision)
+    if not digest:
         return model
-    return f"{len(files)} files with the checksum {checksum:08x}"
+    first = min(Path(model).glob("*.safetensors"), default=Path())
+    return f"SHA-256 {digest}, {first.name}"
 
 
 def _roots(vllm_config: "VllmConfig") -> Mapping[str, str]:
