@@ -3,7 +3,9 @@
 
 They hold the summand of the stream, behind all norms and multipliers of the branch. A
 layer lacks one if the summand has no single place in `forward`, or if the stream is
-more than the plain sum.
+more than the plain sum: of the 96 layer classes of 0.32.0 86 have `attn_add` and 83
+`mlp_add`. Without them `hook_attn_out` and `hook_mlp_out` of other systems have no
+meaning where a norm or a multiplier follows the module, as in Gemma and Granite.
 """
 
 from __future__ import annotations

@@ -179,9 +179,9 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
     cls = parsed.classes[name]
     if "forward" not in cls.methods:
         return _Plan(cls, rule, ())
-    meaning = _meaning(_traces(cls, rule)) if rule.proven else ""
     traces = _traces(cls, rule)
-    plan = _Plan(cls, rule, _sites(cls, rule), meaning=meaning)
+    meaning = _meaning(traces) if rule.proven else ""
+    plan = _Plan(cls, rule, _sites(cls, rule, traces), meaning=meaning)
     plan = _with(plan, parsed, MLP_POINTS, lambda early: place_mlp(traces, early))
     for point in ADDED_POINTS:
         place = partial(place_added, traces, point)
@@ -265,12 +265,12 @@ def _traces(cls: LayerClass, rule: Rule) -> list[Trace]:
     ]
 
 
-def _sites(cls: LayerClass, rule: Rule) -> tuple[Site, ...]:
+def _sites(cls: LayerClass, rule: Rule, traces: list[Trace]) -> tuple[Site, ...]:
     by_hand = resolve(cls, rule.anchors)
     wanted = set(rule.points) - {site.point for site in by_hand}
     if not wanted:
         return tuple(by_hand)
-    placed = place(_traces(cls, rule), cls.methods["forward"], wanted)
+    placed = place(traces, cls.methods["forward"], wanted)
     return (*_conditional(placed, rule), *by_hand)
 
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs prompts on several servers of one model."""
+"""Runs prompts on several servers of one model.
+
+Without it a user divides the prompts by hand, joins the data sets, and begins a share
+again when its server is lost.
+"""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

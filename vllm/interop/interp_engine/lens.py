@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads lenses at every position, as an engine's steps arrive."""
 
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,8 @@ async def read_lenses(
     async for output in model._outputs(prompt, params):
         tokens += output.outputs[0].token_ids
         found = output.outputs[0].readouts or {}
-        news = _news(found, shown)
-        rows = {
-            key: {position: row for row, position in enumerate(one.positions)}
-            for key, one in found.items()
-        }
-        for position in news:
-            yield _step(found, rows, parts, position, tokens, len(prompt))
+        for position in _news(found, shown):
+            yield _step(found, parts, position, tokens, len(prompt))
             shown = position + 1
             if position >= len(prompt) and tokens[position] == stop:
                 return
@@ -117,7 +113,6 @@ def _news(found: Mapping[str, Any], shown: int) -> list[int]:
 
 def _step(
     found: Mapping[str, Any],
-    rows: Mapping[str, Mapping[int, int]],
     parts: Sequence[Sequence[Part]],
     position: int,
     tokens: Sequence[int],
@@ -129,7 +124,8 @@ def _step(
         for key, layer in own:
             result = found[key]
             layers = [tap[0] for tap in result.taps]
-            places.append((result, rows[key][position], layers.index(layer)))
+            row = bisect_left(result.positions, position)
+            places.append((result, row, layers.index(layer)))
         ids.append(
             torch.stack([torch.from_numpy(r["token_ids"][n, t]) for r, n, t in places])
         )

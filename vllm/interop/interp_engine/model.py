@@ -2,7 +2,6 @@
 """interp-engine's `EngineAPI` on an `AsyncLLM`."""
 
 import asyncio
-import base64
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from vllm.interop.interp_engine.types import (
 from vllm.interop.interp_engine.wire import decode_tensor
 from vllm.interop.prompt_rows import capture_spec, rows_of
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.readouts.frontend.http import packed
 from vllm.v1.residual.bounds import shown
 
 if TYPE_CHECKING:
@@ -185,14 +185,9 @@ class ServedModel(ModelFacts):
         for first in range(0, len(matrix), DIRECTIONS_AT_ONCE):
             own = slice(first, first + DIRECTIONS_AT_ONCE)
             # Packed: millions of numbers in lists would hold the event loop for long.
-            vectors = {
-                "dtype": "float32",
-                "shape": list(matrix[own].shape),
-                "data": base64.b64encode(matrix[own].numpy().tobytes()).decode(),
-            }
             probes[f"{number}.{first}"] = {
                 **common,
-                "vectors": vectors,
+                "vectors": packed(matrix[own].numpy()),
                 "bias": 0.0 if bias is None else bias[own].tolist(),
             }
         return probes

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses readouts of attention, and of what parts of a model add to logits."""
+"""Parses readouts of attention, and of what parts of a model add to logits.
+
+What a worker could only fail at in a step is refused here: a layer whose keys cannot be
+read, a head or a point that is not there.
+"""
 
 from vllm.v1.readouts.frontend.entry import Spec
 from vllm.v1.residual.numbers import is_integer
@@ -41,7 +45,7 @@ def parse_attention(spec: Spec) -> Readout:
         taps,
         spec.ranges(),
         top_k=top_k,
-        heads=heads_of(spec, taps),
+        heads=_heads_of(spec, taps),
         keys=keys,
         full=full,
     )
@@ -96,7 +100,7 @@ def _check_has_queries(spec: Spec) -> None:
     raise spec.fail("kind", f"patterns are not computed: {why}")
 
 
-def heads_of(spec: Spec, taps: tuple[Tap, ...]) -> tuple[int, ...]:
+def _heads_of(spec: Spec, taps: tuple[Tap, ...]) -> tuple[int, ...]:
     """The heads that the key `heads` names, which all layers must have."""
     given = spec.raw.get("heads", "all")
     counts = {

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An entry of a request's `readouts`, with typed access to its keys."""
+"""An entry of a request's `readouts`, with typed access to its keys.
+
+All parsers of kinds use it, so that errors of one key read alike.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

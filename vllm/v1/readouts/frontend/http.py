@@ -100,7 +100,7 @@ def _result(result: ReadoutResult) -> dict[str, Any]:
         "taps": [list(tap) for tap in result.taps],
     }
     for name, array in result.arrays.items():
-        found[name] = _packed(array) if name == "rows" else _listed(array)
+        found[name] = packed(array) if name == "rows" else _listed(array)
     if result.error is not None:
         found["error"] = result.error
     if result.note is not None:
@@ -110,7 +110,8 @@ def _result(result: ReadoutResult) -> dict[str, Any]:
     return found
 
 
-def _packed(array: Array) -> dict[str, Any]:
+def packed(array: Array) -> dict[str, Any]:
+    """An array as `{"dtype", "shape", "data"}`, in base64."""
     data = np.ascontiguousarray(array)
     little = data.astype(data.dtype.newbyteorder("<"), copy=False)
     return {

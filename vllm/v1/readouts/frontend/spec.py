@@ -18,9 +18,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce
-from vllm.v1.residual.row_selection import (
-    CaptureContext,
-)
+from vllm.v1.residual.row_selection import CaptureContext
 from vllm.v1.residual.tap import Tap
 
 KINDS: tuple[str, ...] = get_args(Kind)

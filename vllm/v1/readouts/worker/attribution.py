@@ -3,7 +3,9 @@
 
 With the scale of the final norm fixed, a logit is a linear function of the last row of
 the stream, and so a sum over what was added to it: the embedding, attention and the MLP
-of each layer.
+of each layer. Without this a user captures the stream at all points, 96 rows or 786 kB
+of a token of an 8B model, and multiplies by the unembedding: here 66 numbers come back
+for each token of interest.
 """
 
 from collections.abc import Sequence

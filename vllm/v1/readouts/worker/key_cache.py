@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the keys of tokens from the paged KV cache, as attention backends keep them."""
+"""Reads the keys of tokens from the paged KV cache, as attention backends keep them.
+
+Without it patterns would need the keys of all earlier tokens staged anew: those of a
+prefix-cache hit or an earlier chunk are only there.
+"""
 
 from typing import Any
 
