@@ -206,7 +206,8 @@ RULES: Mapping[str, Rule] = {
             'getattr(self, "uses_rms_norm", False)': "its RMSNorm adds the branch of "
             "the layer before",
             'getattr(self, "dual_stream", None) is not None': "attention and MLP run "
-            "in two streams of the device",
+            "in two streams of the device, and in one with "
+            "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD=0",
         },
     ),
     "models/step5/nvidia/model:Step5DecoderLayer": Rule(

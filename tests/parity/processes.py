@@ -45,6 +45,8 @@ ENVIRONMENT = {
     # bits.
     "TRITON_F32_DEFAULT": "ieee",
     "NVIDIA_TF32_OVERRIDE": "0",
+    # With attention and MLP in two streams of the device a layer is refused.
+    "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD": "0",
 }
 """Environment of the server's processes, unless this process sets it."""
 
