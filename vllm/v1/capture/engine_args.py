@@ -21,7 +21,7 @@ from vllm.v1.capture.registry import (
     is_step_consumer,
 )
 from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
-from vllm.v1.residual.tap import HOOK_NAMES, MLP_POINTS, OPTIONAL_POINTS
+from vllm.v1.residual.tap import AFTER, HOOK_NAMES, MLP_POINTS, OPTIONAL_POINTS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SchedulerConfig
@@ -62,8 +62,8 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="NAME",
         help="Hook points beside those of the stream, in every layer that has them: "
-        f"{', '.join(OPTIONAL_POINTS)}, or all. A decode step gets slower by each, "
-        "also where it is not used.",
+        f"{', '.join(OPTIONAL_POINTS)}, or all; and {AFTER}: rows behind what is done "
+        "at any point. A decode step gets slower by each, also where it is not used.",
     )
     group.add_argument(
         "--vllm-lens-api",
@@ -247,16 +247,17 @@ def _optional_points(args: "EngineArgs") -> list[str]:
     for name in _texts(args.hook_points):
         if name == "all":
             wanted.update(OPTIONAL_POINTS)
-        elif name in OPTIONAL_POINTS:
+        elif name in (*OPTIONAL_POINTS, AFTER):
             wanted.add(name)
         elif name not in HOOK_NAMES:
             raise CaptureValidationError(
                 f"hook_points: {name!r} is not a hook point; those that are added by "
-                f"name are {list(OPTIONAL_POINTS)}, and 'all' is all of them",
+                f"name are {list(OPTIONAL_POINTS)}, and 'all' is all of them; "
+                f"{AFTER!r} adds rows behind interventions",
                 parameter="hook_points",
                 value=name,
             )
-    return [name for name in OPTIONAL_POINTS if name in wanted]
+    return [name for name in (*OPTIONAL_POINTS, AFTER) if name in wanted]
 
 
 def _takes_actions(args: "EngineArgs", steps: list[ConsumerConfig]) -> bool:

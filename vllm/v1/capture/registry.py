@@ -30,6 +30,7 @@ ENTRY_POINT_GROUP = "vllm.capture_consumers"
 
 SIDECAR_FIELDS = frozenset(
     {
+        "after",
         "capture_error",
         "capture_note",
         "client_request_id",
@@ -58,6 +59,7 @@ SIDECAR_FIELDS = frozenset(
 """All fields that a sidecar may have."""
 
 REQUIRABLE_FIELDS = SIDECAR_FIELDS - {
+    "after",
     "capture_error",
     "capture_note",
     "dropped_rows",

@@ -6,14 +6,14 @@ global specs of consumers. Nothing after admission interprets user input again. 
 module does not import torch, because `vllm.sampling_params` imports it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
 import msgspec
 
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutRows
 from vllm.v1.residual.spans import Spans, merged, overlap
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import Tap, in_front
 
 LIVE = "*live"
 """Name of the reader whose rows go to the front end after each step."""
@@ -50,6 +50,12 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
 
     instance: str
     ranges: Spans
+    after: bool = False
+    """Whether it names the taps by those in front, as of `tap.in_front`."""
+
+    def named(self, taps: Sequence[Tap]) -> tuple[Tap, ...]:
+        """The names of taps of its group, under which it gets their rows."""
+        return tuple([in_front(tap) for tap in taps] if self.after else taps)
 
 
 class TapGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -165,6 +171,7 @@ def group_taps(
     num_prompt_tokens: int = 0,
     lag: int = 0,
     widths: Mapping[Tap, tuple[int, int]] | None = None,
+    after: Collection[str] = (),
 ) -> tuple[TapGroup, ...]:
     """Group taps by readers and width, so that each wanted row is staged exactly once.
 
@@ -175,6 +182,7 @@ def group_taps(
             `widened`.
         widths: `each` and `width` of a `TapGroup`, for taps whose rows are not as wide
             as the stream.
+        after: the instances that read behind what is done at the taps they name.
 
     """
     widths = widths or {}
@@ -183,13 +191,15 @@ def group_taps(
     ):  # Usually one reader, which reads the same ranges at all taps.
         ((instance, taps),) = wanted.items()
         if len(alike := set(taps.values())) == 1:
-            alone = (Reader(instance, alike.pop()),)
+            alone = (Reader(instance, alike.pop(), instance in after),)
             ranges = widened(alone[0].ranges, num_prompt_tokens, lag)
             return (TapGroup(tuple(sorted(taps)), ranges, alone),)
     readers: dict[Tap, list[Reader]] = {}
     for instance in sorted(wanted):
         for tap, ranges in wanted[instance].items():
-            readers.setdefault(tap, []).append(Reader(instance, ranges))
+            readers.setdefault(tap, []).append(
+                Reader(instance, ranges, instance in after)
+            )
     alike_taps: dict[tuple[tuple[Reader, ...], tuple[int, int]], list[Tap]] = {}
     for tap in sorted(readers):
         kind = tuple(readers[tap]), widths.get(tap, (1, 0))

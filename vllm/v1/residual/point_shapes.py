@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import AFTER, Tap
 
 
 class PointShape(NamedTuple):
@@ -37,7 +37,7 @@ def shape_of(shapes: Shapes, tap: Tap, hidden_size: int) -> PointShape:
         hidden_size: the width of the stream, which all other points have.
 
     """
-    layer, hook = tap
+    layer, hook = tap[0], tap[1].removesuffix(f".{AFTER}")
     return PointShape(*shapes.get(layer, {}).get(hook, (hidden_size, 0)))
 
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from vllm.v1.residual.spans import Spans, merged
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import Tap, behind
 
 Packed: TypeAlias = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Arrays by name: dtype, shape and data in row-major order."""
@@ -82,6 +82,9 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     """Token positions whose weights are read; empty means the `top_k` largest."""
     full: bool = False
     """Whether the weights of all keys are read, of one layer."""
+    after: int = -1
+    """The model's last layer, if the rows are read behind what is done at their taps;
+    -1 if before it, -2 if the request says so."""
 
     @property
     def staged(self) -> tuple[Tap, ...]:
@@ -100,10 +103,11 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
             end = self.taps[-1][0], ADDED[REST][0]
             points.pop(end, None)
             return *points, end
-        if self.kind != "norm":
-            return self.taps
-        before = [(layer - 1, hook) for layer, hook in self.taps if layer > 0]
-        return self.taps + tuple(tap for tap in before if tap not in self.taps)
+        taps = self.taps
+        if self.kind == "norm":
+            before = [(layer - 1, hook) for layer, hook in taps if layer > 0]
+            taps += tuple(tap for tap in before if tap not in taps)
+        return tuple([behind(t, self.after) for t in taps]) if self.after >= 0 else taps
 
 
 class Refusals(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of a request are wanted, and the facts with which that is checked."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias
 
@@ -20,7 +21,7 @@ from vllm.v1.residual.selectors import (
     parse_positions,
 )
 from vllm.v1.residual.spans import LAST_ROW, OPEN_END, Spans, merged
-from vllm.v1.residual.tap import HOOK_NAMES, HookName, Tap
+from vllm.v1.residual.tap import AFTER, HOOK_NAMES, HookName, Tap, behind
 
 VllmInternalRequestId = NewType("VllmInternalRequestId", str)
 """The unique, opaque id that the engine gives each sample; clients cannot choose it."""
@@ -125,6 +126,35 @@ def parse_stream_wide(
                 tap[1],
             )
     return taps
+
+
+def parse_after(
+    raw: Any, taps: Iterable[Tap], ctx: CaptureContext, enabled: bool, fail: Fail
+) -> bool:
+    """Parse the key `after`: whether rows are those behind what is done at `taps`.
+
+    Args:
+        raw: what the user wrote.
+        taps: the places that are read.
+        ctx: facts about the model.
+        enabled: whether the server was started with `--hook-points after`.
+        fail: creates the exception to raise.
+
+    """
+    if not isinstance(raw, bool):
+        raise fail("must be true or false", AFTER, raw)
+    last = ctx.num_hidden_layers - 1
+    for tap in taps if raw else ():
+        layer, hook = behind(tap, last)
+        here = hook.endswith(AFTER) and (enabled or tap == (last, "post_block"))
+        if not here and hook not in ctx.hook_points.get(layer, ()):
+            raise fail(
+                f"behind {tap[1]} of layer {tap[0]} this server reads nothing: start "
+                f"it with --hook-points {AFTER}, or read post_block",
+                AFTER,
+                raw,
+            )
+    return raw
 
 
 def _hook(name: Any, selector: Any, where: str, fail: Fail) -> tuple[str, Any]:

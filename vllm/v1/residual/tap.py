@@ -67,3 +67,26 @@ HOOK_NAMES: tuple[HookName, ...] = (
 
 Tap: TypeAlias = tuple[int, str]
 """`(layer, hook)`: the 0-based layer, and one of `HOOK_NAMES`."""
+
+AFTER = "after"
+"""Of `--hook-points`: rows behind the interventions of every point.
+
+Those of `post_block` need no point of their own: a block hands its stream on unchanged,
+so they are read where the next block begins, and only the last block reads twice.
+"""
+
+
+def behind(tap: Tap, last_layer: int) -> Tap:
+    """Where the stream is read behind what is done at `tap`."""
+    layer, hook = tap
+    if hook == "post_block" and layer < last_layer:
+        return layer + 1, "pre_attn"
+    return layer, f"{hook}.{AFTER}"
+
+
+def in_front(tap: Tap) -> Tap:
+    """The tap that `behind` maps to `tap`."""
+    layer, hook = tap
+    if hook.endswith(AFTER):
+        return layer, hook.removesuffix(f".{AFTER}")
+    return layer - 1, "post_block"

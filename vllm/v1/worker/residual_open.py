@@ -24,7 +24,7 @@ from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import AFTER, Tap, behind
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.inner_points import SLICED, find_inner_points, shapes_of
@@ -101,6 +101,7 @@ def _open(
     taps = [(index, point) for index in sorted(points) for point in points[index]]
     dtype = torch_dtype(vllm_config.model_config)
     capture = steering = None
+    behind: dict[Tap, Tap] = {}
     # Loaded before memory is profiled, so that they count as part of the model.
     modules = WorkerModules(vllm_config.readout_config, device, dtype)
     if config.enabled:
@@ -118,8 +119,16 @@ def _open(
                     if name == "q"
                 },
             )
+        behind = _taps_behind(taps, num_layers - 1, AFTER in optional)
         capture = WorkerCapture(
-            vllm_config, stage, taps, width, dtype, device, readouts, shapes
+            vllm_config,
+            stage,
+            [*taps, *behind.values()],
+            width,
+            dtype,
+            device,
+            readouts,
+            shapes,
         )
     if vllm_config.steering_config.enabled:
         steering = WorkerSteering(
@@ -132,7 +141,7 @@ def _open(
             _route_of_doses(stage),
             shapes,
         )
-    made = {tap: _tap(tap, capture, steering) for tap in taps}
+    made = {tap: _tap(tap, behind.get(tap), capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
         residual_tap.attach(module, place[1], made[place], run)
     for place, point in layers.inner.items():
@@ -176,7 +185,7 @@ def _check_enabled(
 ) -> None:
     """Note in the log which enabled hook points no layer here has."""
     having = {name for names in points.values() for name in names}
-    if missing := [name for name in optional if name not in having]:
+    if missing := [name for name in optional if name not in {*having, AFTER}]:
         ranks = vllm_config.parallel_config.tensor_parallel_size
         logger.warning(
             "No layer of this process has the hook points %s%s",
@@ -195,14 +204,35 @@ def _route_of_doses(stage: Stage) -> Route:
 
 
 def _tap(
-    tap: Tap, capture: WorkerCapture | None, steering: WorkerSteering | None
+    tap: Tap,
+    after: Tap | None,
+    capture: WorkerCapture | None,
+    steering: WorkerSteering | None,
 ) -> ResidualTap:
     """Create a tap with the tensors that its ops read and write."""
     slots = base = staging = None
     if capture is not None:
         slots, base, staging = capture.tensors(tap)
     steers = () if steering is None else steering.tensors(tap)
-    return ResidualTap(slots, base, staging, *steers)
+    made = ResidualTap(slots, base, staging, *steers)
+    if capture is not None and after is not None:
+        made.after, *_ = capture.tensors(after)
+    return made
+
+
+def _taps_behind(
+    taps: Collection[Tap], last_layer: int, enabled: bool
+) -> dict[Tap, Tap]:
+    """Where rows are read behind interventions, if not where the next block begins.
+
+    The last block has such a place always: a lens there sees what was changed.
+    """
+    found = {tap: behind(tap, last_layer) for tap in taps}
+    return {
+        tap: after
+        for tap, after in found.items()
+        if after[0] == tap[0] and (enabled or tap == (last_layer, "post_block"))
+    }
 
 
 def _check_supported(

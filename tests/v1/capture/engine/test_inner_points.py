@@ -96,7 +96,8 @@ class Pair:
             num_gpu_blocks_override=64,
             enable_prefix_caching=False,
             enable_steering=True,
-            hook_points=["all"],
+            hook_points=["all", "after"],
+            enable_readouts=True,
             max_logprobs=-1,
             logprobs_mode="raw_logits",
             capture_consumers=[
@@ -114,6 +115,7 @@ class Pair:
         prompt: list[int] = PROMPT,
         steering: dict[str, Any] | None = None,
         hooks: Any = None,
+        more: dict[str, Any] | None = None,
         **fields: Any,
     ) -> RequestOutput:
         spec = {"hooks": hooks or self.everywhere, "positions": "all"}
@@ -123,7 +125,7 @@ class Pair:
             ignore_eos=True,
             detokenize=False,
             logprobs=-1,
-            capture={"keeper": spec},
+            capture={"keeper": spec, **(more or {})},
             steering_vectors=steering,
             **fields,
         )
@@ -374,3 +376,81 @@ def test_a_point_that_the_model_lacks_is_refused_by_name(pair: Pair) -> None:
     (missing,) = LACKS[pair.kind]
     with pytest.raises(CaptureValidationError, match=missing):
         pair.ask(hooks={missing: [0]})
+
+
+STREAM = ("pre_attn", "post_attn", "post_block")
+
+
+def changing_everywhere(pair: Pair) -> dict[str, Any]:
+    """An addition and a projection at each point of the stream, of both layers."""
+    some = torch.Generator().manual_seed(11)
+    width = pair.engine.llm.model_config.get_hidden_size()
+    return {
+        hook: {
+            layer: {"op": op, "vector": torch.randn(width, generator=some).numpy()}
+            for layer, op in ((0, "add"), (1, "project_out"))
+        }
+        for hook in STREAM
+    }
+
+
+def test_rows_behind_an_intervention_are_what_the_block_goes_on_with(
+    pair: Pair,
+) -> None:
+    spec = {"hooks": dict.fromkeys(STREAM, "all"), "positions": "all", "after": True}
+    output = pair.ask(
+        steering=changing_everywhere(pair),
+        more={"inline": spec},
+        readouts={"seen": {"kind": "lens", "layers": [1], "top_k": 3, "after": True}},
+    )
+    before = {tap: one.float() for tap, one in pair.engine.rows(output).items()}
+    payload = output.capture_results["inline"].payload
+    after = {tap: one.float() for tap, one in payload.items()}
+    assert sorted(after) == [
+        (layer, hook) for layer in (0, 1) for hook in sorted(STREAM)
+    ]
+    for layer in (0, 1):
+        for start, added, end in (
+            ("pre_attn", "attn_add", "post_attn"),
+            ("post_attn", "mlp_add", "post_block"),
+        ):
+            expected = after[layer, start] + before[layer, added]
+            assert relative_error(before[layer, end], expected) < 1e-5
+            assert relative_error(before[layer, start], after[layer, start]) > 1e-3
+    assert torch.equal(after[0, "post_block"], before[1, "pre_attn"])
+    seen = output.outputs[0].readouts["seen"]
+    assert seen.note is None
+    logits = pair.logits(output)[1:].log_softmax(-1)
+    best = logits.topk(3)
+    assert torch.equal(torch.as_tensor(seen.arrays["token_ids"])[:, 0], best.indices)
+    found = torch.as_tensor(seen.arrays["logprobs"])[:, 0]
+    assert torch.allclose(found, best.values, atol=1e-4)
+
+
+def test_rows_behind_a_point_without_intervention_are_those_before(pair: Pair) -> None:
+    spec = {"hooks": pair.everywhere, "positions": "all", "after": True}
+    output = pair.ask(more={"inline": spec})
+    before = pair.engine.rows(output)
+    after = output.capture_results["inline"].payload
+    assert after.keys() == before.keys()
+    for tap in before:
+        assert torch.equal(after[tap], before[tap]), tap
+    assert not any("after" in own for own in pair.engine.sidecars(output).values())
+
+
+def test_a_readout_says_that_it_does_not_see_a_change(pair: Pair) -> None:
+    spec = {"kind": "norm", "hooks": {"post_block": [1]}}
+    output = pair.ask(
+        steering=changing_everywhere(pair),
+        readouts={
+            "neither": spec,
+            "before": spec | {"after": False},
+            "after": spec | {"after": True},
+        },
+    )
+    results = output.outputs[0].readouts
+    assert '"after": true' in results["neither"].note
+    assert results["before"].note is None and results["after"].note is None
+    norms = {name: one.arrays["norm"] for name, one in results.items()}
+    assert (norms["neither"] == norms["before"]).all()
+    assert (norms["after"] != norms["before"]).all()

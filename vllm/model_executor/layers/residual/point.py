@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tap at one hook point of one layer: capture first, then steer.
+"""The tap at one hook point of one layer: capture, steer, capture what results.
 
 Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory, V rows of vectors.
@@ -26,6 +26,7 @@ class ResidualTap:
         slots: `[T]` int32, may be strided. The token's staging row, or -1.
         base: `[1]` int32, added to every slot.
         staging: `[S, H]` in the stream's dtype.
+        after: as `slots`, of rows that are captured behind the interventions.
         table: `[V, H]` in the stream's dtype; row 0 adds nothing.
         rows: `[>= T]` int32, the row of `table` for each token.
         index: `[I]` int64, addresses of programs.
@@ -46,8 +47,10 @@ class ResidualTap:
         program_rows: torch.Tensor | None = None,  # [>= T], int32: a row of the index
         gates: torch.Tensor | None = None,  # [>= T, columns], float32
         records: torch.Tensor | None = None,  # [R, RECORD_WORDS], int32
+        after: torch.Tensor | None = None,  # as slots
     ) -> None:
         self.slots = slots
+        self.after = after
         self.base = base
         self.staging = staging
         self.table = table
@@ -92,10 +95,7 @@ class ResidualTap:
         communication: each rank changes its own tokens.
         """
         assert hidden_states.dim() == 2, f"split {tuple(hidden_states.shape)}"
-        if self.slots is not None:
-            torch.ops.vllm.capture_split_rows(
-                hidden_states, residual, self.slots, self.base, self.staging
-            )
+        self._capture(self.slots, hidden_states, residual, None)
         if torch.compiler.is_compiling():
             hidden_states, residual = self._steer_in_graph(
                 hidden_states, residual, torch.ops.vllm.steer_split_rows
@@ -103,22 +103,43 @@ class ResidualTap:
         elif self.rows is not None:
             rows = self.rows[share(len(hidden_states))]
             hidden_states, residual = self._steer(hidden_states, residual, rows)
-        return self._intervene(hidden_states, residual, None)
+        hidden_states, residual = self._intervene(hidden_states, residual, None)
+        self._capture(self.after, hidden_states, residual, None)
+        return hidden_states, residual
 
     def _visit(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None, partial: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.slots is not None:
-            torch.ops.vllm.capture_rows(
-                hidden_states, residual, self.slots, self.base, self.staging, partial
-            )
+        self._capture(self.slots, hidden_states, residual, partial)
         if torch.compiler.is_compiling():
             hidden_states, residual = self._steer_in_graph(
                 hidden_states, residual, torch.ops.vllm.steer_rows
             )
         elif self.rows is not None:
             hidden_states, residual = self._steer(hidden_states, residual, self.rows)
-        return self._intervene(hidden_states, residual, partial)
+        hidden_states, residual = self._intervene(hidden_states, residual, partial)
+        self._capture(self.after, hidden_states, residual, partial)
+        return hidden_states, residual
+
+    def _capture(
+        self,
+        slots: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        partial: bool | None,
+    ) -> None:
+        """Copy rows to staging; `partial` is None if tokens are split over ranks."""
+        if slots is None:
+            return
+        base, staging = self.base, self.staging
+        if partial is None:
+            torch.ops.vllm.capture_split_rows(
+                hidden_states, residual, slots, base, staging
+            )
+        else:
+            torch.ops.vllm.capture_rows(
+                hidden_states, residual, slots, base, staging, partial
+            )
 
     def _steer_in_graph(
         self,

@@ -23,6 +23,7 @@ from vllm.v1.residual.capture_plan import CapturePlan, Reader
 from vllm.v1.residual.readout_plan import ReadoutReader, ReadoutRows
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END, Spans, only_last, overlap
+from vllm.v1.residual.tap import AFTER
 
 LAYER_CONVENTION = "0-based block index"
 
@@ -264,12 +265,17 @@ class CapturedRequest:
             positions.extend(range(part.start, part.stop))
             spans.append((part.start, part.stop))
         self._counts[place] = offset + len(positions)
-        taps, step = self._groups[number].taps, parts[-1].step
+        group, step = self._groups[number], parts[-1].step
+        (taps,) = (r.named(group.taps) for r in group.readers if r.instance == instance)
         return GroupChunk(self.req_id, taps, joined(parts), offset, step, positions)
 
     def _ends(self, instance: str, end: RequestEnd, stop: int) -> list[AnyEnd]:
         return [
-            GroupEnd(self.req_id, group.taps, self._facts(number, reader, end, stop))
+            GroupEnd(
+                self.req_id,
+                reader.named(group.taps),
+                self._facts(number, reader, end, stop),
+            )
             for number, group in enumerate(self._groups)
             for reader in group.readers
             if reader.instance == instance
@@ -282,6 +288,8 @@ class CapturedRequest:
         facts = self._sidecar_of(reader.instance, positions, remarks, end)
         if width := self._groups[number].width:
             facts["hidden_size"] = width
+        if reader.after:
+            facts[AFTER] = True
         return facts
 
     def _sidecar_of(

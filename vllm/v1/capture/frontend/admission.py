@@ -32,10 +32,10 @@ from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.residual.point_shapes import other_widths
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
-from vllm.v1.residual.row_selection import resolve_positions
+from vllm.v1.residual.row_selection import parse_after, resolve_positions
 from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.spans import Spans, merged
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import AFTER, Tap, behind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -168,14 +168,18 @@ class Admission:
         if not (self._global_specs or self._steps) and all(one is None for one in asks):
             return None
         ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
-        keep_when = {}
+        keep_when: dict[str, Any] = {}
+        after: dict[str, Any] = {}
         if params.capture is not None:
             params.capture = self._plain_capture(params.capture)
-            keep_when = self._take_keep_when(params.capture, streaming)
+            keep_when = _taken("keep_when", params.capture)
+            after = _taken(AFTER, params.capture)
+            _check_streams(keep_when, streaming)
         wanted = {
             name: self._taps(spec, ctx, name)
             for name, spec in self._specs(params.capture or {}, ctx).items()
         }
+        behind_taps = self._read_after(after, wanted, ctx)
         readouts = self.readouts.plan(params, ctx, keep_when)
         readers = self._readers(params.capture or {}, readouts)
         readouts = self._steps.added(readouts, ctx)
@@ -185,7 +189,18 @@ class Admission:
         if not wanted:
             return None
         live: dict[Tap, Spans] = {}
-        for name in wanted.keys() & set(streaming):
+        streamed = wanted.keys() & set(streaming)
+        if streamed & behind_taps:
+            if mixed := sorted(streamed - behind_taps):
+                raise fail(
+                    f"capture.{mixed[0]}: streamed rows are all behind interventions, "
+                    "or none is; give all consumers the same after, or leave out "
+                    "capture_stream",
+                    f"capture.{mixed[0]}.{AFTER}",
+                    False,
+                )
+            behind_taps.add(LIVE)
+        for name in streamed:
             for tap, ranges in wanted[name].items():
                 live[tap] = merged((*ranges, *live.get(tap, ())))
         if live:
@@ -194,7 +209,11 @@ class Admission:
             client_request_id=request_id,
             num_prompt_tokens=num_prompt_tokens,
             groups=group_taps(
-                wanted, num_prompt_tokens, self._lag, self._widths_of(wanted)
+                wanted,
+                num_prompt_tokens,
+                self._lag,
+                self._widths_of(wanted),
+                behind_taps,
             ),
             reply_to=reply_to,
             num_samples=params.n,
@@ -297,22 +316,25 @@ class Admission:
                 )
         return capture
 
-    def _take_keep_when(
-        self, capture: dict[str, Any], streaming: Collection[str]
-    ) -> dict[str, Any]:
-        """Remove `keep_when` from the specs, which consumers do not read."""
-        found = {}
-        for name, spec in capture.items():
-            if isinstance(spec, dict) and "keep_when" in spec:
-                capture[name] = {k: v for k, v in spec.items() if k != "keep_when"}
-                found[name] = spec["keep_when"]
-        if streamed := sorted(found.keys() & set(streaming)):
-            raise fail(
-                f"capture.{streamed[0]}.keep_when is decided at the request's end, so "
-                "its rows cannot be streamed; leave out capture_stream",
-                f"capture.{streamed[0]}.keep_when",
-                found[streamed[0]],
-            )
+    def _read_after(
+        self,
+        after: Mapping[str, Any],
+        wanted: dict[str, dict[Tap, Spans]],
+        ctx: CaptureContext,
+    ) -> set[str]:
+        """The instances that read behind interventions; `wanted` gets their taps."""
+        enabled = AFTER in self._vllm_config.capture_config.optional_points
+        found = set()
+        for name, raw in after.items():
+            where = f"capture.{name}.{AFTER}"
+
+            def failing(message: str, _: str, value: Any, where: str = where) -> Any:
+                return fail(f"{where}: {message}", where, value)
+
+            if parse_after(raw, wanted[name], ctx, enabled, failing):
+                found.add(name)
+                last = ctx.num_hidden_layers - 1
+                wanted[name] = {behind(t, last): r for t, r in wanted[name].items()}
         return found
 
     def _specs(
@@ -406,3 +428,23 @@ class Admission:
                 "capture",
                 rows,
             )
+
+
+def _taken(key: str, capture: dict[str, Any]) -> dict[str, Any]:
+    """Remove a key from the specs, which consumers do not read; its values, by name."""
+    found = {}
+    for name, spec in capture.items():
+        if isinstance(spec, dict) and key in spec:
+            capture[name] = {k: v for k, v in spec.items() if k != key}
+            found[name] = spec[key]
+    return found
+
+
+def _check_streams(keep_when: Mapping[str, Any], streaming: Collection[str]) -> None:
+    if streamed := sorted(keep_when.keys() & set(streaming)):
+        raise fail(
+            f"capture.{streamed[0]}.keep_when is decided at the request's end, so "
+            "its rows cannot be streamed; leave out capture_stream",
+            f"capture.{streamed[0]}.keep_when",
+            keep_when[streamed[0]],
+        )

@@ -98,7 +98,7 @@ class LiveRequest:
             for reader in group.readers:
                 # Which row is the last is known when there is no further output.
                 if reader.instance in self._wanted and not only_last(reader.ranges):
-                    taps = dict.fromkeys(group.taps, reader.ranges)
+                    taps = dict.fromkeys(reader.named(group.taps), reader.ranges)
                     self._wanted[reader.instance].update(taps)
 
     def put(self, sample: int, chunks: Iterable[CaptureChunk]) -> None:

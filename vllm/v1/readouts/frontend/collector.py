@@ -134,14 +134,13 @@ class Collector:
 
 def _note_changed(readout: Readout, changed: Set[Tap]) -> str | None:
     places = [tap for tap in readout.taps if tap in changed]
-    if not places:
+    if not places or readout.after != -1:
         return None
     layer, hook = places[0]
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return (
         f"this request changes {hook} of layer {layer}{more}, after it is read: these "
-        "values are those before the change. What lies behind post_block of a layer "
-        "is pre_attn of the next"
+        'values are those before the change; "after": true reads those behind it'
     )
 
 

@@ -15,16 +15,17 @@ from vllm.v1.readouts.errors import ReadoutValidationError, fail
 from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import Fail, is_integer
-from vllm.v1.residual.readout_plan import Refusals
+from vllm.v1.residual.readout_plan import Readout, Refusals
 from vllm.v1.residual.row_selection import (
     CaptureContext,
+    parse_after,
     parse_hooks,
     parse_stream_wide,
     resolve_positions,
 )
 from vllm.v1.residual.selectors import parse_layers
 from vllm.v1.residual.spans import Spans
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import AFTER, Tap
 
 MAX_TOKENS = 1024
 """Token ids, features and positions of keys that a readout lists."""
@@ -141,6 +142,17 @@ class Spec:
             )
         failing = self._failing("positions", raw)
         return resolve_positions(raw, self.ctx, self.where("positions"), failing)
+
+    def after(self, readout: Readout) -> int:
+        """The key `after`, as the readout's field."""
+        reads = parse_after(
+            self.raw[AFTER],
+            readout.staged,
+            self.ctx,
+            AFTER in self.server.optional_points,
+            lambda message, key, _: self.fail(key, message),
+        )
+        return self.ctx.num_hidden_layers - 1 if reads else -2
 
     def module(self, key: str, kind: str, option: str) -> ModuleInfo:
         """The registered module that a key names, which must be of `kind`."""

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.attention import parse_attention, parse_attribution
@@ -19,7 +20,7 @@ from vllm.v1.residual.numbers import is_float32
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce
 from vllm.v1.residual.row_selection import CaptureContext
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import AFTER, Tap
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)
@@ -49,7 +50,8 @@ def parse_readout(name: str, raw: Any, ctx: CaptureContext, server: Server) -> R
             given,
         )
     keys, parse = _PARSERS[spec["kind"]]
-    allowed = {"kind", "positions", *keys}
+    reads_rows = spec["kind"] not in ("attention", "attribution")
+    allowed = {"kind", "positions", *keys, *([AFTER] if reads_rows else ())}
     if unknown := sorted(str(key) for key in spec if key not in allowed):
         raise fail(
             f"{where}: a readout of kind {spec['kind']!r} has no key {unknown[0]!r}; "
@@ -57,7 +59,9 @@ def parse_readout(name: str, raw: Any, ctx: CaptureContext, server: Server) -> R
             f"{where}.{unknown[0]}",
             spec.get(unknown[0]),
         )
-    return parse(Spec(name, spec, ctx, server))
+    entry = Spec(name, spec, ctx, server)
+    readout = parse(entry)
+    return replace(readout, after=entry.after(readout)) if AFTER in spec else readout
 
 
 def _rows(spec: Spec) -> Readout:
