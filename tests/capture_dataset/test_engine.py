@@ -73,6 +73,59 @@ def test_readouts_are_those_of_the_rows_beside_them(
         assert torch.allclose(kept, view.means(), atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [{}, {"scope": "token", "before": 1, "after": 2}])
+def test_rows_are_stored_where_a_readout_fires(
+    runner: EngineRunner, source: Path, tmp_path: Path, window: dict[str, Any]
+) -> None:
+    # All prompts begin alike: read a number that is largest in some of them only.
+    collect(
+        planned(runner, source, tmp_path / "rows"), runner, Progress(1, disable=True)
+    )
+    rows = load_dataset(tmp_path / "rows")
+    numbers = rows.layer(1).to_torch()
+    owners = torch.tensor(rows.columns.column("sample").to_pylist())
+    tops = torch.stack([numbers[owners == n].amax(0) for n in range(60)])
+    spread = tops.sort(dim=0).values
+    number = int((spread[-6] - spread[-7]).argmax())
+    at = float(spread[-7:-5, number].mean())
+    axis = torch.eye(192)[number].tolist()
+    specs = {
+        "first": {"kind": "probe", "layer": 1, "vectors": [axis]},
+        "size": {"kind": "norm"},
+    }
+
+    def table(folder: Path, **rows: Any) -> dict[tuple[int, int], tuple[Any, ...]]:
+        plan = planned(runner, source, folder, readouts=specs, **rows)
+        collect(plan, runner, Progress(1, disable=True))
+        data = load_dataset(folder)
+        data.verify()
+        view = data.layer(4)
+        columns = [data.columns.column(n).to_pylist() for n in ("sample", "position")]
+        values = view.readout("first.values")[:, 0].tolist()
+        sizes = view.readout("size.norm").tolist()
+        return dict(
+            zip(zip(*columns), zip(values, sizes, view.to_torch()), strict=True)
+        )
+
+    every = table(tmp_path / "all")
+    rule = {"readout": "first", "above": at} | window
+    kept = table(tmp_path / "kept", keep_when=rule)
+    fired = [place for place, (value, *_) in every.items() if value > at]
+    before, after = (window.get(name, 1 << 20) for name in ("before", "after"))
+    wanted = {
+        (sample, position)
+        for sample, position in every
+        for one, middle in fired
+        if sample == one and -before <= position - middle <= after
+    }
+    assert fired and kept.keys() == wanted < every.keys()
+    for place, (value, size, row) in kept.items():
+        assert value == pytest.approx(every[place][0], abs=1e-4)
+        assert size == pytest.approx(every[place][1], rel=1e-4)
+        assert torch.allclose(row, every[place][2], atol=1e-3)
+    assert Manifest.read(tmp_path / "kept").facts["keep_when"] == rule
+
+
 class Ending(Progress):
     """Ends a run after a number of prompts."""
 

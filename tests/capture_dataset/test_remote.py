@@ -52,6 +52,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
         if path == "/v1/capture":
             points = {str(layer): ["post_block"] for layer in range(2)}
             told = {"consumers": [{"name": "inline"}], "hook_points": points}
+        if path == "/v1/readouts":
+            told = {"modules": {}}
         if path == "/v1/completions":
             asked = json.loads(request.content)
             ids, spec = asked["prompt"], asked["capture"]["inline"]
@@ -93,6 +95,34 @@ def run(folder: Path, **rows: Any) -> Manifest:
 def payload(told: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = told["capture_results"]["inline"]["payload"]
     return found
+
+
+@pytest.mark.parametrize("positions", [[], [1], [0, 2]])
+def test_a_server_may_keep_some_rows(
+    answers: Answers, tmp_path: Path, positions: list[int]
+) -> None:
+    def keep(told: dict[str, Any]) -> None:
+        rows = [entry(layer, positions) for layer in range(2)]
+        told["capture_results"]["inline"]["payload"] = rows if positions else None
+        told["readouts"] = {
+            "size": {
+                "kind": "norm",
+                "positions": [0, 1, 2, 3],
+                "taps": [[0, "post_block"], [1, "post_block"]],
+                "norm": [[at, 10 * at] for at in range(4)],
+                "cosine": [[None, 1.0]] * 4,
+            }
+        }
+
+    answers["/v1/completions"] = keep
+    run(
+        tmp_path,
+        readouts={"size": {"kind": "norm"}},
+        keep_when={"readout": "size", "above": 1, "scope": "token"},
+    )
+    data = load_dataset(tmp_path / "out")
+    assert data.columns.column("position").to_pylist() == positions
+    assert data.layer(1).readout("size.norm").tolist() == [10 * p for p in positions]
 
 
 def nothing(told: dict[str, Any]) -> None:

@@ -236,6 +236,7 @@ def known_facts(survey: Survey, rows: RowsSpec, output: OutputSpec) -> dict[str,
         "context_size": output.context_size,
         "shard_bytes": output.shard_bytes,
         **({"layers": sorted(rows.layers)} if rows.layers else {}),
+        **({} if rows.keep_when is None else {"keep_when": rows.keep_when}),
     }
 
 

@@ -91,6 +91,9 @@ class ReadoutColumn:
                     part[-1] = array if at is None else array[at]
                     valid[stop - 1] = True
             elif array is not None:
+                positions = item.readouts[self.readout].positions
+                if len(positions) != rows:  # `keep_when` has dropped some.
+                    array = array[np.searchsorted(positions, item.positions)]
                 part[:] = array if at is None else array[:, at]
             parts.append(part)
         return self._listed(np.concatenate(parts), valid)

@@ -13,7 +13,12 @@ import numpy as np
 import torch
 
 from vllm.capture_dataset.prompts import Prompt, Tokens
-from vllm.capture_dataset.runners import CaptureRunError, captured, failed
+from vllm.capture_dataset.runners import (
+    CaptureRunError,
+    captured,
+    failed,
+    nothing_kept,
+)
 from vllm.capture_dataset.spec import ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
 from vllm.v1.capture.errors import CaptureValidationError, fail
@@ -229,7 +234,11 @@ class ServerRunner:
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in generated):
             raise ValueError("token_ids are not ids of tokens")
         wanted = positions_of(rows.positions, len(prompt.token_ids), len(generated))
-        payload = decoded(result["payload"])
+        payload = decoded(result["payload"] or [])
+        if rows.keep_when is not None:
+            payload = payload or nothing_kept(rows.taps, self.model)
+            kept = next(iter(payload.positions.values()))
+            wanted = [position for position in wanted if position in {*kept}]
         if sorted(payload) != sorted(rows.taps):
             raise ValueError(f"there are rows of {list(payload)}")
         for (layer, hook), values in payload.items():
@@ -295,6 +304,8 @@ def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
     return rows
 
 
+_FACTS = ("kind", "positions", "taps", "error", "note", "num_prompt_tokens")
+"""Keys of a result that are no arrays."""
 ARRAY_DTYPES = {"token_ids": "int32", "features": "int32"}
 """Dtypes of arrays that are lists in JSON; all others are float32, with NaN for
 null."""
@@ -305,9 +316,7 @@ def decoded_readouts(response: dict[str, Any]) -> dict[str, ReadoutResult]:
     found = {}
     for name, one in response.items():
         arrays = {
-            key: _array(key, value)
-            for key, value in one.items()
-            if key not in ("kind", "positions", "taps", "error", "num_prompt_tokens")
+            key: _array(key, value) for key, value in one.items() if key not in _FACTS
         }
         taps = tuple((layer, hook) for layer, hook in one["taps"])
         found[name] = ReadoutResult(

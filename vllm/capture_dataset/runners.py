@@ -7,12 +7,15 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.sources import digest
 from vllm.capture_dataset.spec import ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.readouts.results import ReadoutResult
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -70,6 +73,7 @@ class EngineRunner:
         self.tokenizer = llm.get_tokenizer()
         self.model = _facts_of(llm)
         self._count = 0
+        self._taps: list[Tap] = []
 
     def run(
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
@@ -81,6 +85,7 @@ class EngineRunner:
         sent: dict[str, Prompt] = {}
         ended: list[RequestOutput] = []
         collected_at = monotonic()
+        self._taps = rows.taps
         while self._add(islice(waiting, IN_FLIGHT - len(sent)), rows, sent):
             outputs: Any = engine.step()
             # Requests of earlier steps: their rows arrived while this step was
@@ -132,7 +137,8 @@ class EngineRunner:
             if result.status != "ok":
                 raise failed(prompt, result.error)
             generated = list(output.outputs[0].token_ids)
-            yield captured(prompt, result.payload, generated, tokens, output.readouts)
+            payload = result.payload or nothing_kept(self._taps, self.model)
+            yield captured(prompt, payload, generated, tokens, output.readouts)
 
     def readout_modules(self) -> dict[str, Any]:
         """The modules, each with a digest of its files."""
@@ -173,6 +179,16 @@ def captured(
         tokens.continued(prompt, generated),
         readouts,
     )
+
+
+def nothing_kept(taps: Iterable[Tap], model: ModelFacts) -> RowsByTap:
+    """The rows of a request in which `keep_when` did not fire."""
+    rows = RowsByTap()
+    dtype = getattr(torch, model.dtype)
+    for tap in taps:
+        facts = {"positions": [], "token_ids": [], "encoding": None}
+        rows.put(tap, torch.empty(0, model.hidden_size, dtype=dtype), facts)
+    return rows
 
 
 def failed(

@@ -54,6 +54,8 @@ class RowsSpec:
     readouts: Mapping[str, Any] = field(default_factory=dict)
     """Readouts in the form of `SamplingParams.readouts`; missing keys are taken from
     the rows."""
+    keep_when: Mapping[str, Any] | None = None
+    """If, and where, a readout must fire for rows to be stored, as in a capture."""
 
     @property
     def taps(self) -> list[Tap]:
@@ -63,7 +65,8 @@ class RowsSpec:
     def capture(self) -> dict[str, Any]:
         """A request's capture spec for the consumer `inline`."""
         hooks = {hook: sorted(self.layers) for hook in self.hooks}
-        return {"hooks": hooks, "positions": self.positions}
+        spec = {"hooks": hooks, "positions": self.positions}
+        return spec if self.keep_when is None else spec | {"keep_when": self.keep_when}
 
     def stored_dtype(self, captured: str, format: str) -> str:
         """The dtype of stored values, given the dtype of the stream."""

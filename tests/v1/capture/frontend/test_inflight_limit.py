@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.inflight_limit import (
+    KEEPING,
     RESULTS,
     InflightLimit,
     Reservations,
@@ -16,7 +17,12 @@ from vllm.v1.capture.frontend.inflight_limit import (
 )
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader, TapGroup
-from vllm.v1.residual.readout_plan import Readout, ReadoutPlan
+from vllm.v1.residual.readout_plan import (
+    KeepWhen,
+    Readout,
+    ReadoutPlan,
+    StopWhen,
+)
 from vllm.v1.residual.spans import OPEN_END
 
 CONSUMERS = capabilities_of(
@@ -79,3 +85,26 @@ def test_results_of_readouts_count_where_they_have_a_limit() -> None:
     with pytest.raises(CaptureValidationError, match="unread responses") as refused:
         room.reserve(msgspec.structs.replace(reads), 4)
     assert refused.value.parameter == "readouts"
+
+
+def test_rows_that_wait_for_a_decision_count_where_they_have_a_limit() -> None:
+    readout = Readout("n", "norm", ((0, "pre_attn"),), ((0, OPEN_END),))
+    keep = KeepWhen("files", StopWhen("n", above=1.0))
+    keeps = msgspec.structs.replace(
+        plan("inline", "files"), readouts=ReadoutPlan((readout,), keep_when=(keep,))
+    )
+    held = RowLimits(CONSUMERS, row_bytes=8)
+    size = 6 * 2 * 8
+    assert held.bytes_of(keeps, 4) == {"inline": size}, "offline it is the caller's"
+    held.limits[KEEPING] = 2 * size
+    assert held.bytes_of(keeps, 4) == {"inline": size, KEEPING: size}
+    requests: Any = RequestTracker(None, 1, None, None)  # type: ignore[arg-type]
+    room = InflightLimit(held, requests)
+    inflight = [msgspec.structs.replace(keeps) for _ in range(2)]
+    for one in inflight:
+        room.reserve(one, 4)
+    with pytest.raises(CaptureValidationError, match="--capture-host-memory-bytes"):
+        room.reserve(msgspec.structs.replace(keeps), 4)
+    inflight.pop(0)
+    gc.collect()
+    room.reserve(keeps, 4)

@@ -134,6 +134,14 @@ def _add_rows(group: Any) -> None:
         "points and positions default to those of the rows. Probes and SAEs are "
         "loaded with --readout-modules and --sae.",
     )
+    group.add_argument(
+        "--keep-when",
+        type=_rule,
+        metavar="JSON",
+        help="Store rows only if, or where, a readout fires, such as "
+        '{"readout":"risk","above":0.9}, or with "scope":"token","before":8,"after":8 '
+        "the rows around tokens that fire.",
+    )
 
 
 def _add_output(group: Any) -> None:
@@ -203,6 +211,17 @@ def _positions(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
+def _rule(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
+
+
 def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec]:
     """Convert the options to specs.
 
@@ -248,7 +267,16 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         max_tokens=args.max_tokens,
         values_dtype=args.values_dtype,
         readouts=parse_readouts(args.readout),
+        keep_when=args.keep_when,
     )
+    named = (rows.keep_when or {}).get("readout")
+    if rows.keep_when is not None and named not in rows.readouts:
+        raise fail(
+            f"keep_when: there is no readout {named!r}; name one of "
+            f"{sorted(rows.readouts)}, or add it with --readout",
+            "keep_when",
+            rows.keep_when,
+        )
     output = OutputSpec(
         folder=args.out or Path(),
         format=args.format,

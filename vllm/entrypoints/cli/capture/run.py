@@ -79,6 +79,7 @@ def _collect(plan: Plan, runner: Runner) -> int:
     print(
         f"{plan.output.folder}: {plan.survey.num_entries:,} prompts, {rows:,} rows, "
         f"{human_bytes(size)} of values in {counted(num_shards, 'shard')}"
+        + ("" if plan.rows.keep_when is None else "; others were not kept")
     )
     return 0
 

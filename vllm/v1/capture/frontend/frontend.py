@@ -15,6 +15,7 @@ from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
 from vllm.v1.capture.frontend.inflight_limit import (
+    KEEPING,
     RESULT_BYTES,
     RESULTS,
     InflightLimit,
@@ -93,6 +94,8 @@ class CaptureFrontend(NoCapture):
         self._awaited = ResultWaiter(self._requests, alive)
         if offline_engine is None:
             admission.held.limits[RESULTS] = RESULT_BYTES
+            budget = vllm_config.capture_config.host_memory_bytes
+            admission.held.limits[KEEPING] = budget
         self._room = InflightLimit(admission.held, self._requests)
         host = host_for(vllm_config.parallel_config)
         self._inbox = Inbox(self._receive, host=host)

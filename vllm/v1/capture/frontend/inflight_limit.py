@@ -17,6 +17,8 @@ from vllm.v1.residual.spans import overlap
 
 RESULTS = "*results"
 """Name under which results of readouts are counted, beside instances of consumers."""
+KEEPING = "*keep_when"
+"""Name under which rows are counted that wait until `keep_when` is decided."""
 RESULT_BYTES = 1 << 30
 """Limit on results of readouts in a server. Offline they are the caller's."""
 
@@ -50,11 +52,14 @@ class RowLimits:
         sizes: dict[str, int] = {}
         for group in plan.groups:
             for reader in group.readers:
-                if reader.instance in self.limits:
+                names = {reader.instance} & self.limits.keys()
+                if reader.instance in plan.keeping and KEEPING in self.limits:
+                    names.add(KEEPING)
+                for name in names:
                     rows = sum(b - a for a, b in overlap(reader.ranges, 0, stop))
                     taps = len(group.taps) * group.each
                     size = rows * taps * self._row_bytes * plan.num_samples
-                    sizes[reader.instance] = sizes.get(reader.instance, 0) + size
+                    sizes[name] = sizes.get(name, 0) + size
         if LIVE in plan.lanes:
             # Rows of intermediate outputs are held in addition to the result.
             sizes = {name: 2 * size for name, size in sizes.items()}
@@ -150,6 +155,15 @@ class InflightLimit:
                 f"together at most {limit} are allowed. Send it again when others have "
                 "finished, or read fewer positions, layers or values",
                 parameter="readouts",
+                value=size,
+            )
+        if name == KEEPING and held + size > limit:
+            raise NoRoomNowError(
+                f"keep_when: up to {size} bytes of this request's rows wait for its "
+                f"end, and {held} of requests in flight; together at most {limit} are "
+                "allowed. Send it again when others have finished, capture less, lower "
+                "max_tokens, or start with a larger --capture-host-memory-bytes",
+                parameter="capture",
                 value=size,
             )
         if size > limit:
