@@ -3,9 +3,9 @@
 
     make demo        or, in the environment:  python examples/demo/run.py
 
-Takes one to two minutes; on the first run, torch.compile adds up to one. It extracts a
-vector from captured rows, shows how stories change under it, and ends with a table of
-what was captured and a picture, build/demo/residual_norm.png.
+Takes about a minute; its picture, build/demo/residual_norm.png, is there as soon as
+the server has answered. Then it extracts a vector from captured rows, shows how stories
+change under it, and ends with a table of what was captured.
 """
 
 import argparse
@@ -50,10 +50,11 @@ STAGES = (
     ("", "importing vLLM"),
     ("Initializing a V1 LLM engine", "starting the engine and its worker"),
     ("Loading weights took", "weights loaded"),
-    ("Warming up model", "compiling the model's graph"),
+    ("Warming up model", "warming up"),
     ("KV cache size", "engine ready, opening the HTTP routes"),
 )
 """The server's state, by the last of these marks in its log."""
+BAR = 20
 LEAST_COSINE = 0.999  # rows in bfloat16 against a float32 reference
 
 
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     serve = [str(WEIGHTS), "--served-model-name", MODEL, "--max-num-seqs", "8"]
     serve += ["--enable-steering"]
     serve += ["--capture-consumers", f"filesystem:root={json.dumps(str(captures))}"]
-    serve += ["--enforce-eager"] if options.eager else []
+    serve += [] if options.compiled else ["--enforce-eager"]
 
     step("1. Starting the server")
     print(f"  vllm serve {' '.join(serve)} --port {port}")
@@ -80,18 +81,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = serve_command(port, serve)
         environment = {**ENVIRONMENT, "VLLM_STEERING_API_KEY": key}
-        with running(command, url, log, START_SECONDS, _show_progress, environment):
+        with running(command, url, log, START_SECONDS, Progress(), environment):
             print(f"\n  ready after {time.monotonic() - start:.0f} s")
             answers = ask(Client(url, MODEL), options.tokens)
+            picture(answers[0], captures, out / "residual_norm.png")
             with httpx.Client(base_url=url) as http:
                 steered = steer(Steerer(http, MODEL, key), captures)
-            step("8. Stopping the server")
+            step("9. Stopping the server")
         print("  stopped")
     except ServerFailure as failure:
         print(f"\ndemo: {failure}", file=sys.stderr)
         return 1
     agree = inspect(answers, captures)
-    picture(answers[0], captures, out / "residual_norm.png")
     return 0 if agree and steered else 1
 
 
@@ -101,7 +102,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000, help="tried first")
     parser.add_argument("--tokens", type=int, default=32, help="generated at most")
     parser.add_argument(
-        "--eager", action="store_true", help="no torch.compile: starts sooner"
+        "--compiled", action="store_true", help="with torch.compile: starts later"
     )
     return parser.parse_args(arguments)
 
@@ -115,13 +116,23 @@ def step(text: str) -> None:
     print(f"\n{text}", flush=True)
 
 
-def _show_progress(seconds: float, log: str) -> None:
-    stage = [text for mark, text in STAGES if mark in log][-1]
-    line = f"  {seconds:3.0f} s  {stage}"
-    if sys.stdout.isatty():
-        print(f"\r{line:<79}", end="", flush=True)
-    elif int(seconds) % 5 == 0:
-        print(line, flush=True)
+class Progress:
+    """Shows how far a server's start is: a bar on a terminal, else a line a stage."""
+
+    def __init__(self) -> None:
+        self._shown = -1
+
+    def __call__(self, seconds: float, log: str) -> None:
+        """Show the state after `seconds`, by the log so far."""
+        stage = max(n for n, (mark, _) in enumerate(STAGES) if mark in log)
+        filled = BAR * (stage + 1) // (len(STAGES) + 1)
+        share, bar = 100 * filled // BAR, "#" * filled
+        line = f"  [{bar:{BAR}}] {share:2} % {seconds:3.0f} s  {STAGES[stage][1]}"
+        if sys.stdout.isatty():
+            print(f"\r{line:<79}", end="", flush=True)
+        elif stage != self._shown:
+            print(line, flush=True)
+        self._shown = stage
 
 
 def ask(client: Client, tokens: int) -> list[Answer]:
@@ -144,20 +155,20 @@ def ask(client: Client, tokens: int) -> list[Answer]:
 
 def steer(steerer: Steerer, captures: Path) -> bool:
     """Extract and apply a vector; whether the tone rises with its coefficient."""
-    step(f"5. A tone vector, from captured rows of stories ({HOOK} of layer {LAYER})")
+    step(f"6. A tone vector, from captured rows of stories ({HOOK} of layer {LAYER})")
     found = steerer.extract(captures)
     share = found.norm / found.stream_norm
     print(f"  cheerful less gloomy: norm {found.norm:.2f}, {share:.0%} of the stream's")
     for name, norm in steerer.register(found).items():
         print(f"  registered: {name!r}, norm {norm:.2f}")
-    step("6. The same prompts, unsteered and steered")
+    step("7. The same prompts, unsteered and steered")
     names = [None, *MODULES]
     texts = [steerer.told(list(PROMPTS.values()), name) for name in names]
     width = shutil.get_terminal_size((110, 24)).columns
     titles = [f"steering_name: {name}" if name else "unsteered" for name in names]
     for prompt, *columns in zip(PROMPTS.values(), *texts):
         print(f"\n  {prompt}\n{side_by_side(titles, columns, width)}")
-    step("7. The mean tone of stories, from -1 (gloomy) to 1 (cheerful)")
+    step("8. The mean tone of stories, from -1 (gloomy) to 1 (cheerful)")
     scores = []
     for coefficient in COEFFICIENTS:
         scores.append(steerer.score(found, coefficient))
@@ -178,7 +189,7 @@ def _outcome(answer: Answer) -> str:
 
 def inspect(answers: list[Answer], captures: Path) -> bool:
     """Compare with HF transformers; whether every cosine is high enough."""
-    step("9. Computing the same hidden states with HF transformers, in float32")
+    step("10. Computing the same hidden states with HF transformers, in float32")
     disable_progress_bar()
     model = load_reference(WEIGHTS)
     lines: list[Line] = []
@@ -213,7 +224,7 @@ def _print_table(lines: list[Line], name: str) -> None:
 
 def picture(answer: Answer, captures: Path, path: Path) -> None:
     """Draw the picture of one request."""
-    step("10. Drawing the norm of the residual stream over layers and tokens")
+    step("5. Drawing the norm of the residual stream over layers and tokens")
     rows, token_ids, num_prompt_tokens = _read(captures, answer.name)
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     tokens = [tokenizer.decode([token]).strip() or "_" for token in token_ids]

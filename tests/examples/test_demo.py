@@ -205,11 +205,14 @@ def test_the_demo_runs_and_leaves_a_picture_and_no_server(tmp_path: Path) -> Non
     with socket.socket() as taken:
         taken.bind((serving.HOST, 0))
         taken.listen()
-        command = [sys.executable, str(DEMO / "run.py"), "--eager", "--tokens", "12"]
+        command = [sys.executable, str(DEMO / "run.py"), "--tokens", "12"]
         command += ["--out", str(tmp_path), "--port", str(taken.getsockname()[1])]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is taken; using" in done.stdout
+    assert done.stdout.index("residual_norm.png") < done.stdout.index("registered:")
+    shown = [int(one) for one in re.findall(r"\[#+ *\] +(\d+) %", done.stdout)]
+    assert len(shown) > 2 and shown == sorted(set(shown)), "a line a stage"
     assert "HTTP 400" in done.stdout
     for name in ("story-anna", "story-max", "chat"):
         assert len(list((tmp_path / "captures" / "demo" / name).glob("*.bin"))) == 18

@@ -129,10 +129,13 @@ def _run(
         "positions": "last_prompt" if position == "last" else "all_prompt",
     }
     params = SamplingParams(max_tokens=1, detokenize=False, capture={"inline": spec})
-    config = llm.llm_engine.vllm_config
-    num_layers = len(config.capture_config.hook_points or ()) if layers is None else 0
-    per_token = row_bytes(config.model_config) * max(num_layers, len(layers or ()))
-    for some in in_groups(prompts, per_token if position == "mean" else 0):
+    per_token = 0
+    if position == "mean":
+        config = llm.llm_engine.vllm_config
+        every = len(config.capture_config.hook_points or ())
+        of_row = row_bytes(config.model_config)
+        per_token = of_row * (every if layers is None else len(layers))
+    for some in in_groups(prompts, per_token):
         yield from ask(llm, some, params)
 
 

@@ -82,9 +82,12 @@ def check_fits(llm: "LLM", vectors: VectorSet, file: str) -> None:
             the remedy.
 
     """
-    vectors.provenance.check_model(
-        identity_of(llm.llm_engine.vllm_config), Source(file)
-    )
+    # A server whose model is not here compares widths only.
+    known: Any = getattr(llm, "identity", None)
+    if known is None and hasattr(llm, "llm_engine"):
+        known = identity_of(llm.llm_engine.vllm_config)
+    if known is not None:
+        vectors.provenance.check_model(known, Source(file))
 
 
 def unsteered_and(vectors: VectorSet, scales: Sequence[float]) -> list[Setting]:
@@ -177,7 +180,7 @@ def perplexities(llm: "LLM", groups: Sequence[Sequence[Generated]]) -> list[floa
     """The perplexity of each group's generated tokens under the unsteered model."""
     from vllm import SamplingParams
 
-    longest = llm.llm_engine.vllm_config.model_config.max_model_len - 1
+    longest = llm.model_config.max_model_len - 1
     prompts = [one.token_ids[:longest] for group in groups for one in group]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     run: Any = llm.generate

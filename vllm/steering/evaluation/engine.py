@@ -94,9 +94,8 @@ def next_tokens(
     """
     from vllm import SamplingParams
 
-    size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
-    found = np.full((len(settings), len(prompts), size), -np.inf, np.float32)
-    for number, setting in enumerate(settings):
+    found: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+    for setting in settings:
         # One setting at a time, to bound the memory held in request outputs.
         params = SamplingParams(
             max_tokens=1,
@@ -106,10 +105,12 @@ def next_tokens(
             detokenize=False,
             steering_vectors=setting,
         )
-        for index, output in enumerate(ask(llm, prompts, params)):
+        for output in ask(llm, prompts, params):
             logprobs: Any = output.outputs[0].logprobs
-            found[number, index, logprobs.token_ids] = logprobs.logprobs
-    return found
+            row = np.full(max(logprobs.token_ids) + 1, -np.inf, np.float32)
+            row[logprobs.token_ids] = logprobs.logprobs
+            found.append(row)
+    return np.stack(found).reshape(len(settings), len(prompts), -1)
 
 
 def answers(

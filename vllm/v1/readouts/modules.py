@@ -190,7 +190,7 @@ def check_model(info: ModuleInfo, identity: ModelIdentity) -> None:
     if not is_same:
         raise fail(
             f"{info.name}: the {info.kind} was made for the model {info.model!r}, this "
-            f"is {identity.name!r}{' with other weights' if here else ''}; make one "
+            f"is {identity.title!r}{' with other weights' if here else ''}; make one "
             "for this model (vllm probe train), or, to use it as it is, remove `model` "
             "and `weights` from the file's metadata",
             "path",

@@ -45,6 +45,9 @@ class ModelIdentity:
 
         """
         self.name = name
+        called = next(iter(aliases), name)
+        self.title = Path(called).name if Path(called).is_absolute() else called
+        """What messages call it: its served name. Responses hide paths of folders."""
         self._aliases = {name, Path(name).name, *aliases}
         self._digest = digest
         self._older_digest = older_digest

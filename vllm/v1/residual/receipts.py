@@ -14,6 +14,8 @@ FiredLabel: TypeAlias = tuple[str, int, str]
 """Name of a condition's probe (empty if it has none), its layer and hook point."""
 Fired: TypeAlias = list[tuple[str, int, str, int]]
 """Labels, each with a number of tokens at which such a condition has fired."""
+WAITING: FiredLabel = "*waiting", -1, ""
+"""The label under which steps are counted in which requests waited for a slot."""
 
 
 class Effect(msgspec.Struct, frozen=True, array_like=True):

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.v1.residual.receipts import WAITING
 from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys
 from vllm.v1.steering.core.scheduler import SteeringScheduling, take_vectors_off
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack, tiers_of
@@ -34,6 +35,8 @@ def test_once_one_waits_those_behind_it_wait_too_but_unsteered_pass() -> None:
     assert not steering.admits(request("blocked", 2))
     mock.patch.stopall()
     assert said.call_count == 1 and "--max-steering-configs" in said.call_args[0][0]
+    assert steering.take_fired() == [(*WAITING, 2)], "two steps"
+    assert steering.take_fired() == [] and not steering.fired
     assert steering.admits(request("plain", None))
 
 

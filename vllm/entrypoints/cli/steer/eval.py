@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.steer.options import (
     add_reading_arguments,
+    add_server_arguments,
     add_shared,
     parse_scales,
     reading_of,
@@ -65,6 +66,7 @@ def add_arguments(parser: Any) -> None:
         "--concept", help="The concept that the vectors represent, in words."
     )
     add_reading_arguments(parser)
+    add_server_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -22,12 +22,22 @@ if TYPE_CHECKING:
 
 @contextmanager
 def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
-    """Run the engine that the options describe; `fields` override arguments."""
+    """Run the engine that the options describe; `fields` override arguments.
+
+    With `--server` it is that server, where a command has the option.
+    """
+    server = getattr(args, "server", None)
+    if (args.model is None) == (server is None):
+        other = " or --server URL, not both" if hasattr(args, "server") else ""
+        message = f"model: give the model to load with --model{other}"
+        raise fail(message, "model", args.model)
+    if server is not None:
+        with _server(server, args.api_key) as engine:
+            yield engine
+        return
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
-    if args.model is None:
-        raise fail("model: give the model to load with --model", "model", None)
     engine_args = EngineArgs.from_cli_args(args)
     for name, value in fields.items():
         setattr(engine_args, name, value)
@@ -39,6 +49,31 @@ def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
         engine = llm.llm_engine
         engine.residual.settle(engine.engine_core)
         engine.engine_core.shutdown()
+
+
+@contextmanager
+def _server(url: str, api_key: str | None) -> Iterator[Any]:
+    from clearbox_client import ClearboxError
+
+    from vllm.steering.server import ServerEngine
+
+    try:
+        engine = ServerEngine(url, api_key)
+        try:
+            yield engine
+        finally:
+            engine.close()
+    except ClearboxError as error:
+        raise fail(f"server: {url}: {error}", "server", url) from None
+
+
+def add_server_arguments(parser: Any) -> None:
+    """Add the options of a server in place of an engine."""
+    group = parser.add_argument_group("server", "Use a server, in place of --model.")
+    group.add_argument(
+        "--server", metavar="URL", help="Its URL, such as http://host:8000."
+    )
+    group.add_argument("--api-key", help="Its API key.")
 
 
 def parse_hook(text: str) -> str:

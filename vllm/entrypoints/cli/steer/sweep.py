@@ -9,6 +9,7 @@ from vllm.entrypoints.cli.steer.options import (
     add_prompt_arguments,
     add_reading_arguments,
     add_scales_argument,
+    add_server_arguments,
     add_shared,
     prompts_of,
     reading_of,
@@ -35,6 +36,7 @@ def add_arguments(parser: Any) -> None:
     )
     add_prompt_arguments(parser)
     add_reading_arguments(parser)
+    add_server_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

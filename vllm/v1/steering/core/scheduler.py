@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
-from vllm.v1.residual.receipts import Fired, FiredLabel
+from vllm.v1.residual.receipts import WAITING, Fired, FiredLabel
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.steering.core.name_log import NamesLog
 from vllm.v1.steering.core.prefix_cache import (
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.request import Request
-
 
 logger = init_logger(__name__)
 
@@ -129,6 +128,7 @@ class SteeringScheduling:
             size, taken = tiers.bank_bytes, self._taken
             self._blocked = not self.slots.has_room(tiers.digest, size, taken)
             if self._blocked:
+                self._unsent[WAITING] += 1
                 self._say_blocked()
         return not self._blocked
 

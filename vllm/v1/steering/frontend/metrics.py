@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 
-from vllm.v1.residual.receipts import Fired
+from vllm.v1.residual.receipts import WAITING, Fired
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,11 +24,21 @@ class SteeringMetrics:
                 "Tokens at which a condition of steering has fired, by its probe.",
                 ["model_name", "engine", "probe", "layer", "hook"],
             )
+            self._waiting = Counter(
+                "vllm:steering_waiting_steps",
+                "Steps in which requests waited because the configurations of others "
+                "took all of --max-steering-configs or --steering-bank-mib.",
+                ["model_name", "engine"],
+            )
+            self._waiting.labels(self._model, "0")
 
     def add(self, engine: int, fired: Fired) -> None:
         """Increase the counts by what an engine has reported."""
         if self._fired is None:
             return
         for probe, layer, hook, count in fired:
+            if (probe, layer, hook) == WAITING:
+                self._waiting.labels(self._model, str(engine)).inc(count)
+                continue
             labels = self._model, str(engine), probe, str(layer), hook
             self._fired.labels(*labels).inc(count)

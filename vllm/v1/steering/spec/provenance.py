@@ -181,7 +181,7 @@ class Provenance:
             if made and here and made != here:
                 raise fail(
                     f"{source.about(name)[0]} was made for {what.format(made)}, this "
-                    f"model ({identity.name}) has {here}; extract the vectors from "
+                    f"model ({identity.title}) has {here}; extract the vectors from "
                     "this model with vllm steer extract",
                     name if source.is_file else f"metadata.{name}",
                     made,
@@ -194,7 +194,7 @@ class Provenance:
         if not is_same:
             raise fail(
                 f"{source.about(entry)[0]} was made with the model {self.model!r}, "
-                f"this is {identity.name!r}"
+                f"this is {identity.title!r}"
                 + (" with other weights" if entry == "weights" else "")
                 + "; extract the vectors from this model, or, to use them as they "
                 f"are, {source.copy_for(identity.name)}",
