@@ -32,7 +32,10 @@ _LISTED = 64
 
 def spans_of(positions: Iterable[int]) -> Spans:
     """The spans of positions, which may be unordered and repeated."""
-    distinct = np.unique(np.fromiter(positions, dtype=np.int64))
+    listed = list(positions)
+    if len(listed) == 1:  # As of each cell of a sweep; arrays cost ten times as much.
+        return ((int(listed[0]), int(listed[0]) + 1),)
+    distinct = np.unique(np.array(listed, dtype=np.int64))
     if not len(distinct):
         return ()
     apart = (np.diff(distinct) != 1) | (distinct[1:] == 0)

@@ -175,6 +175,19 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """The operations of each tier, grouped by equal positions."""
         return tuple(tuple(_groups(_operations(part))) for part in self.parts)
 
+    @cached_property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The distinct conditions of all operations, in their order."""
+        operations = (one for part in self.parts for one in _operations(part))
+        return distinct(one.details.when for one in operations)
+
+    @cached_property
+    def carried(self) -> tuple[str, ...]:
+        """The digests of operations with transcoders' activations, in their order."""
+        operations = (one for part in self.parts for one in _operations(part))
+        carried = (one.digest for one in operations if _carries(one))
+        return tuple(dict.fromkeys(carried))
+
     def __bool__(self) -> bool:
         return any(self.parts)
 
@@ -216,19 +229,6 @@ def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
 
 
 NO_STEERING = SteeringTiers()
-
-
-def conditions_of(tiers: SteeringTiers) -> tuple[Condition, ...]:
-    """The distinct conditions of all operations, in their order."""
-    operations = (one for part in tiers.parts for one in _operations(part))
-    return distinct(one.details.when for one in operations)
-
-
-def carried_of(tiers: SteeringTiers) -> tuple[str, ...]:
-    """The digests of operations with transcoders' activations, in their order."""
-    operations = (one for part in tiers.parts for one in _operations(part))
-    carried = (one.digest for one in operations if _carries(one))
-    return tuple(dict.fromkeys(carried))
 
 
 def _carries(one: Operation) -> bool:

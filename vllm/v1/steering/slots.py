@@ -47,6 +47,8 @@ class Slots:
         self._room = room
         self._sizes = [0] * num_slots
         """Bytes of operations' vectors in each slot's configuration."""
+        self._held = self._used = 0
+        """The sum of these sizes, and that of slots with users."""
         self._users: list[set[str]] = [set() for _ in range(num_slots)]
         self._loaded: list[str | None] = [None] * num_slots
         self._slot_of: dict[str, int] = {}
@@ -70,8 +72,7 @@ class Slots:
         """
         if digest in self._slot_of:
             return True
-        kept = sum(self._sizes) - sum(self._sizes[slot] for slot in self._idle)
-        return bool(self._idle) and self._fits(kept + size + taken)
+        return bool(self._idle) and self._fits(self._used + size + taken)
 
     def _fits(self, size: int) -> bool:
         return self._room is None or size <= self._room
@@ -84,7 +85,7 @@ class Slots:
         """
         if digest in self._slot_of:
             return []
-        needed = sum(self._sizes) + size + taken
+        needed = self._held + size + taken
         emptied = []
         for slot in self._idle:
             if self._fits(needed):
@@ -102,6 +103,7 @@ class Slots:
         if previous is not None:
             del self._slot_of[previous]
         self._loaded[slot] = None
+        self._held -= self._sizes[slot]
         self._sizes[slot] = 0
 
     def acquire(self, user: str, digest: str, size: int = 0) -> tuple[int, bool]:
@@ -118,7 +120,10 @@ class Slots:
             self._forget(slot)
             self._loaded[slot] = digest
             self._sizes[slot] = size
+            self._held += size
             self._slot_of[digest] = slot
+        if not self._users[slot]:
+            self._used += self._sizes[slot]
         self._idle.pop(slot, None)
         self._users[slot].add(user)
         self._slot_of_user[user] = slot
@@ -132,6 +137,7 @@ class Slots:
         self._users[slot].discard(user)
         if not self._users[slot]:
             self._idle[slot] = None
+            self._used -= self._sizes[slot]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import (
     PackedVectors,
     SteeringTiers,
-    conditions_of,
     pack,
     total,
 )
@@ -121,7 +120,7 @@ class SteeringAdmission:
             setattr(params, name, None)
         if receipt:
             tiers = structs.replace(tiers, receipt=True)
-        if receipt or any(one.needs_prompt for one in conditions_of(tiers)):
+        if receipt or any(one.needs_prompt for one in tiers.conditions):
             # Tokens of cached blocks are not computed: they would have neither doses
             # nor a part in the mean, and could not fire.
             params.skip_reading_prefix_cache = True

@@ -14,7 +14,7 @@ from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MAX_CARRIED
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import SteeringTiers, carried_of, conditions_of, total
+from vllm.v1.steering.plan import SteeringTiers, total
 from vllm.v1.steering.spec.parse import Parsed, SteeredModel
 
 
@@ -217,7 +217,7 @@ def check_conditions(tiers: SteeringTiers, parameter: str) -> None:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    count = len(conditions_of(tiers))
+    count = len(tiers.conditions)
     if count > MAX_CONDITIONS:
         raise fail(
             f"{parameter}: its entries have {count} distinct conditions, and at most "
@@ -225,7 +225,7 @@ def check_conditions(tiers: SteeringTiers, parameter: str) -> None:
             parameter,
             count,
         )
-    count = len(carried_of(tiers))
+    count = len(tiers.carried)
     if count > MAX_CARRIED:
         raise fail(
             f"{parameter}: its entries need {count} activations of transcoders, and at "

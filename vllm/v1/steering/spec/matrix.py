@@ -16,7 +16,7 @@ from vllm.v1.residual.selectors import parse_positions as parse_selector
 from vllm.v1.residual.spans import NAMED, Spans, spans_of
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation, in_order
-from vllm.v1.steering.plan import SteeringTiers, conditions_of
+from vllm.v1.steering.plan import SteeringTiers
 
 ROW_OPS = ("replace", "add", "project_out", "clamp")
 """Operations that may have a vector for each position."""
@@ -151,16 +151,15 @@ def for_prompt(tiers: SteeringTiers, num_prompt: int, parameter: str) -> Steerin
             tokens.
 
     """
-    parts = []
-    for part in tiers.parts:
+    parts, found = list(tiers.parts), False
+    for number, part in enumerate(tiers.parts):
         if part is not None and any(map(_is_whole, part.operations)):
             operations = tuple(
                 _at_prompt(one, num_prompt, parameter) for one in part.operations
             )
-            part = structs.replace(part, operations=operations)
-        parts.append(part)
-    base, prefill, decode = parts
-    return SteeringTiers(base, prefill, decode)
+            parts[number] = structs.replace(part, operations=operations)
+            found = True
+    return SteeringTiers(*parts) if found else tiers
 
 
 def _is_whole(one: Operation) -> bool:
@@ -211,7 +210,7 @@ def check_no_whole_prompt(tiers: SteeringTiers) -> None:
         SteeringValidationError: naming the parameter and the remedy.
 
     """
-    for condition in conditions_of(tiers):
+    for condition in tiers.conditions:
         if condition.needs_prompt:
             mean = condition.mean
             what = "on the mean over" if mean else "that may fire in"

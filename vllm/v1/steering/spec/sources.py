@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key `from` of an entry: rows of a kept run, of a module, or zeros."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -115,9 +116,9 @@ def _of_run(run: KeptRun, tap: Tap, positions: Any, where: str, name: str) -> Ar
         )
     kept = run.rows.positions[tap]
     wanted = _wanted(positions, run.num_prompt_tokens, f"{where}.positions")
-    place = {position: number for number, position in enumerate(kept)}
-    for position in wanted:
-        if position not in place:
+    places = [bisect_left(kept, position) for position in wanted]  # Ascending.
+    for position, place in zip(wanted, places, strict=True):
+        if place == len(kept) or kept[place] != position:
             raise fail(
                 f"{where}.positions: the run {shown(name)} has no row at position "
                 f"{position}; it has {listed(kept)}, of a prompt of "
@@ -125,7 +126,7 @@ def _of_run(run: KeptRun, tap: Tap, positions: Any, where: str, name: str) -> Ar
                 f"{where}.positions",
                 position,
             )
-    return as_array(run.rows[tap][[place[position] for position in wanted]], where)
+    return as_array(run.rows[tap][places], where)
 
 
 def _wanted(raw: Any, num_prompt: int, where: str) -> Sequence[int]:

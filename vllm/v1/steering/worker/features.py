@@ -20,7 +20,7 @@ from vllm.model_executor.layers.residual.program import (
 from vllm.v1.residual.sae import SparseAutoencoder
 from vllm.v1.steering.features import MAX_CARRIED, FeatureUse
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, carried_of
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers
 
 assert MOST_STORED == 2 * MAX_CARRIED, "the engine's activations and a request's"
 ENGINES, REQUESTS = STORED, STORED + MAX_CARRIED
@@ -85,7 +85,7 @@ def carried_columns(
         For each operation of the parts its column, or `NO_GATE`.
 
     """
-    columns = {digest: first + n for n, digest in enumerate(carried_of(tiers))}
+    columns = {digest: first + n for n, digest in enumerate(tiers.carried)}
     assert len(columns) <= MAX_CARRIED, "admission accepted too many"
     return [
         columns.get(one.digest, NO_GATE)

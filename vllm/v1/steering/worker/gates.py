@@ -20,7 +20,7 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.v1.steering.conditions import MAX_CONDITIONS, Condition
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, conditions_of
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers
 from vllm.v1.steering.worker.fired import FiredCounts
 
 assert GATES == 2 * MAX_CONDITIONS, "the engine's conditions and those of a request"
@@ -69,7 +69,7 @@ def gated(
         first: first column of the engine or of requests.
 
     """
-    gates = {one: Gate(one, first + n) for n, one in enumerate(conditions_of(tiers))}
+    gates = {one: Gate(one, first + n) for n, one in enumerate(tiers.conditions)}
     assert len(gates) <= MAX_CONDITIONS, "admission accepted too many conditions"
     return [
         (one, None if one.details.when is None else gates[one.details.when])

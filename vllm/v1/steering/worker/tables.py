@@ -19,7 +19,6 @@ from vllm.v1.steering.plan import (
     PackedVectors,
     SteeringTiers,
     Vector,
-    conditions_of,
     total,
 )
 from vllm.v1.steering.slots import (
@@ -200,7 +199,7 @@ class SteeringTables:
         memory = self._doses if own.receipt else None
         if not pairs and not later and (memory is None or not sums):
             return Row(added, NO_PHASE)
-        for condition in (*conditions_of(shared), *conditions_of(own)):
+        for condition in (*shared.conditions, *own.conditions):
             self.fired.place(condition)  # In the same order at all pipeline stages.
         operations, gates = zip(*pairs, strict=True) if pairs else ((), ())
         columns = carried_columns(shared, ours, ENGINES)

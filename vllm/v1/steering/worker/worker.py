@@ -21,7 +21,7 @@ from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.step_view import Decoding, StepView
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import MAX_CONDITIONS
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, conditions_of, pack, total
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack, total
 from vllm.v1.steering.slots import (
     GLOBAL_DECODE_ROW,
     GLOBAL_PREFILL_ROW,
@@ -461,7 +461,7 @@ class WorkerSteering:
         if keep:
             assert staged is not None, "no change of the global vectors is staged"
             self._decoding = None
-            if conditions_of(staged[0]) != conditions_of(self.tables.tiers):
+            if staged[0].conditions != self.tables.tiers.conditions:
                 self._held.forget_engines()
             self._tiers = self._staged_tiers
             self.tables.set_global(*staged)
@@ -495,7 +495,7 @@ class WorkerSteering:
         operations = () if decode is None else decode.operations
         packed = pack(total([decode, own]), (*operations, *own.operations))
         joined = SteeringTiers(tiers.base, tiers.prefill, packed)
-        if len(conditions_of(joined)) > MAX_CONDITIONS:
+        if len(joined.conditions) > MAX_CONDITIONS:
             raise ValueError(
                 f"the global vectors and the monitor have more than {MAX_CONDITIONS} "
                 "distinct conditions"
