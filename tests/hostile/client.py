@@ -66,8 +66,8 @@ class Watch:
     owned: list[float] = field(default_factory=list)
     """The part of each during which the server's process was running.
 
-    At most as long as the request, so a machine that gives the server no processor
-    does not count.
+    Without the time in which the machine gave its main thread or the watcher no
+    processor.
     """
     blocked: list[float] = field(default_factory=list)
     """The part of each in which the server neither ran nor waited for a processor."""
@@ -92,7 +92,7 @@ def watching(server: Server) -> Iterator[Watch]:
         told, _ = watcher.communicate(timeout=150)
         assert watcher.returncode == 0, watcher.returncode
         seen = json.loads(told)
-        for seconds, used, starved in seen:
+        for seconds, owned, blocked in seen:
             watch.waits.append(seconds)
-            watch.owned.append(min(seconds, used))
-            watch.blocked.append(max(seconds - used - starved, 0.0))
+            watch.owned.append(owned)
+            watch.blocked.append(blocked)

@@ -13,6 +13,7 @@ from vllm.entrypoints.serve.utils.json_reader import (
     PIECE_BYTES,
     BodyError,
     BodyLimits,
+    _has_long_exponent,
     read_json,
 )
 from vllm.v1.residual.plain_data import unique_object
@@ -71,18 +72,34 @@ def test_numbers_that_msgspec_converts_slowly_are_read_soon(number: str) -> None
     assert thread_time() - begun < 0.25, "msgspec's own conversion takes up to 1.5 s"
 
 
+@pytest.mark.parametrize("before", range(PIECE_BYTES - 8, PIECE_BYTES + 1))
+def test_a_slow_number_between_two_pieces_is_found(before: int) -> None:
+    assert _has_long_exponent(b"0" * before + b",1e+308,")
+    assert not _has_long_exponent(b"0" * before + b",1e+30,8,")
+
+
+def test_a_long_wrong_text_is_refused_soon() -> None:
+    raw = b'"' + b"\\u00e9" * (6 << 20) + b"'"
+    begun = thread_time()
+    with pytest.raises(BodyError, match="not JSON"):
+        read_json(raw)
+    assert thread_time() - begun < 0.25, "a search for half characters takes 0.6 s"
+
+
 def test_infinity_is_out_of_range_however_it_is_read() -> None:
     for raw in (b"[1e999]", b"[-1e400, 0.5]", b"[" + b"9" * 99_999 + b".0]"):
         with pytest.raises(BodyError, match="out of range"):
             read_json(raw)
 
 
-@pytest.mark.parametrize("before", [0, PIECE_BYTES - 3, PIECE_BYTES - 10])
+@pytest.mark.parametrize("before", [0, 99_999])
 def test_half_a_character_is_found_wherever_it_is(before: int) -> None:
     pair = b"\\ud83d\\ude00"
     raw = b'["' + b"x" * before + pair
-    with pytest.raises(BodyError, match="lone surrogate"):
-        read_json(raw + pair[:6] + b'"]')
+    for half in (pair[:6], pair[6:]):
+        for after in (b'"]', b"e" * 20 + b'"]'):
+            with pytest.raises(BodyError, match="lone surrogate"):
+                read_json(raw + half + after)
     with pytest.raises(BodyError) as found:
         read_json(raw)
     assert "surrogate" not in str(found.value)

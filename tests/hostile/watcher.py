@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.hostile.watcher URL PID`: asks `/health` until its input ends.
 
-Prints a JSON list of `[seconds, cpu_seconds, starved_seconds]`: how long each request
-took, how much processor time the process PID used meanwhile, and how long its threads
-and this process waited for a processor. A process of its own: the tests' process makes
-bodies of many megabytes, during which none of its threads runs.
+Prints a JSON list of `[seconds, owned, blocked]`: how long each request took, for how
+much of it the process PID was running, and for how much it neither ran nor waited for a
+processor. While this process or the main thread of PID waits for one, other threads of
+PID run that delay nobody: such time is not owned. A process of its own: the tests'
+process makes bodies of many megabytes, during which none of its threads runs.
 """
 
 import json
@@ -22,17 +23,23 @@ OWN = Path("/proc/self/schedstat")
 
 
 def ask(url: str, process: psutil.Process) -> tuple[float, float, float]:
-    """Duration of one request, and the two times, in seconds."""
+    """Duration of one request, and the two parts of it, in seconds."""
     starved, used, begun = _starved(process.pid), _used(process), perf_counter()
     with urllib.request.urlopen(f"{url}/health", timeout=120) as reply:
         assert reply.status == 200, reply.status
         reply.read()
     took = perf_counter() - begun
     now = _starved(process.pid)
-    waited = sum(
-        ns - starved[thread] for thread, ns in now.items() if thread in starved
-    )
-    return took, _used(process) - used, waited / 1e9
+    waited = {
+        thread: (ns - starved[thread]) / 1e9
+        for thread, ns in now.items()
+        if thread in starved
+    }
+    ran = _used(process) - used
+    main = Path(f"/proc/{process.pid}/task/{process.pid}/schedstat")
+    late = waited[OWN] + waited[main]
+    blocked = max(took - ran - sum(waited.values()), 0.0)
+    return took, max(min(took - late, ran), 0.0), blocked
 
 
 def _used(process: psutil.Process) -> float:

@@ -59,12 +59,12 @@ def too_large(limits: BodyLimits) -> str:
 
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F][0-9a-fA-F]", rb"\\u[dD][c-fC-F]"
 _LONE_SURROGATE = re.compile(_HIGH + b"(?!" + _LOW + b")|(?<!" + _HIGH + b")" + _LOW)
-"""An escape of half a character; the parser's own message does not say so."""
+"""An escape of half a character."""
+END_BYTES = 16
+"""Within so many from the end, the parser calls half a character truncated input."""
 _LONG_EXPONENT = re.compile(rb"[eE][+-]?[0-9]{3}")
-LONGEST_MATCH = 16
-"""Bytes that a match of these patterns takes at most, with what surrounds it."""
-PIECE_BYTES = 1 << 20
-"""What is searched at a time, in some 20 ms; then other threads may run."""
+PIECE_BYTES = 1 << 18
+"""What is searched at a time, in some 5 ms; then other threads may run."""
 USUAL_CHARACTERS = 27
 """Of a float64 as Python writes it, with a comma and a blank."""
 
@@ -99,7 +99,8 @@ def read_json(raw: bytes, limits: BodyLimits = LIMITS) -> Any:
     except RecursionError:
         raise BodyError(_too_many("nested lists and objects", limits.depth)) from None
     except (UnicodeError, msgspec.DecodeError) as error:
-        if _contains(raw, _LONE_SURROGATE):
+        at_end = _LONE_SURROGATE.search(raw, max(len(raw) - END_BYTES, 0))
+        if at_end or "surrogate" in str(error):
             raise BodyError("a text has a lone surrogate, half a character") from None
         raise BodyError(f"it is not JSON: {error}") from None
     except ValueError as error:
@@ -120,7 +121,7 @@ def _has_slow_numbers(signs: bytes, limits: BodyLimits) -> bool:
     """Whether `msgspec` may take long for a number; `signs` are outside of texts."""
     values = signs.count(b",") + 1
     is_long = len(signs) > USUAL_CHARACTERS * values + limits.containers
-    return is_long or _contains(signs, _LONG_EXPONENT)
+    return is_long or _has_long_exponent(signs)
 
 
 def _to_float(digits: str) -> float:
@@ -130,15 +131,13 @@ def _to_float(digits: str) -> float:
     return number
 
 
-def _contains(raw: bytes, pattern: re.Pattern[bytes]) -> bool:
-    """Whether a pattern with matches of up to `LONGEST_MATCH` bytes is in `raw`."""
-    for start in range(0, len(raw), PIECE_BYTES):
-        stop = start + PIECE_BYTES
-        found = pattern.search(raw, start, stop + LONGEST_MATCH)
-        # What begins in the next piece may be cut here.
-        if found is not None and found.start() < stop:
-            return True
-    return False
+def _has_long_exponent(signs: bytes) -> bool:
+    """Whether a number has an exponent of three digits; searched in pieces."""
+    return any(
+        # With what a match that begins in this piece has in the next one.
+        _LONG_EXPONENT.search(signs, start, start + PIECE_BYTES + 4)
+        for start in range(0, len(signs), PIECE_BYTES)
+    )
 
 
 def _count_names(found: Any, limits: BodyLimits) -> int:
