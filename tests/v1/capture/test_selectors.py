@@ -114,7 +114,12 @@ BAD = [
         "[1]",
         "its layer",
     ),
-    ({"hook": {}}, f"{WHERE}.hook", "{}", "its keys are ['hooks', 'positions']"),
+    (
+        {"hook": {}},
+        f"{WHERE}.hook",
+        "{}",
+        "its keys are ['heads', 'hooks', 'positions']",
+    ),
     ({"hooks": {"pre": [0]}}, f"{WHERE}.hooks", "'pre'", "the hook points are"),
     ({"hooks": {"mlp_in": [0]}}, f"{WHERE}.hooks", "'mlp_in'", "this model has no"),
     ({"hooks": {3: [0]}}, f"{WHERE}.hooks", "3", "the hook points are"),

@@ -2,12 +2,15 @@
 """Parsing and validation of what users write: hooks, layers and positions."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.capture.errors import fail
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.residual.bounds import count_values, shown
+from vllm.v1.residual.heads import parse_heads
 from vllm.v1.residual.plain_data import fault_of, plain
+from vllm.v1.residual.point_shapes import shape_of
 from vllm.v1.residual.row_selection import parse_hooks, resolve_positions
 from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
 from vllm.v1.residual.selectors import parse_positions
@@ -86,7 +89,7 @@ def check_text(raw: Any, where: str) -> None:
 def parse_spec(
     raw: Any, ctx: CaptureContext, where: str, extra_keys: Iterable[str] = ()
 ) -> CaptureSpec:
-    """Parse `{"hooks": {hook: layers}, "positions": selector}`.
+    """Parse `{"hooks": {hook: layers}, "positions": selector, "heads": [...]}`.
 
     Of a consumer that takes results of readouts, `readouts` is one of the extra keys;
     then a spec may have it without `hooks`.
@@ -95,14 +98,14 @@ def parse_spec(
         raw: what the user wrote; `positions` defaults to `"last_prompt"`.
         ctx: facts about the request and the model.
         where: the parameter's name in messages, such as `capture.filesystem`.
-        extra_keys: allowed keys besides `hooks` and `positions`; not read here.
+        extra_keys: allowed keys besides these three; not read here.
 
     Raises:
         CaptureValidationError: it is invalid; names the parameter, value and remedy.
 
     """
     raw = plain(raw)
-    allowed = {"hooks", "positions", *extra_keys}
+    allowed = {"hooks", "positions", "heads", *extra_keys}
     if not isinstance(raw, dict):
         raise fail(
             f"{where} must be an object with the keys {sorted(allowed)}", where, raw
@@ -116,18 +119,23 @@ def parse_spec(
             raw[unknown[0]] if unknown[0] in raw else unknown[0],
         )
     if "hooks" not in raw and raw.get("readouts") is not None:
-        if "positions" in raw:
+        for key in raw.keys() & {"positions", "heads"}:
             raise fail(
-                f"{where}.positions: they are those of rows, and there are no hooks; "
-                "give the positions in the readout",
-                f"{where}.positions",
-                raw["positions"],
+                f"{where}.{key}: they are those of rows, and there are no hooks; "
+                f"give the {key} in the readout",
+                f"{where}.{key}",
+                raw[key],
             )
         return CaptureSpec({}, "last_prompt")
     hooks = parse_hooks(raw.get("hooks"), ctx, f"{where}.hooks", fail)
     positions = raw.get("positions", "last_prompt")
     resolve_positions(positions, ctx, f"{where}.positions", fail)
-    return CaptureSpec(hooks, positions)
+    heads: tuple[int, ...] = ()
+    if raw.get("heads") is not None:
+        for tap in ((n, str(hook)) for hook, layers in hooks.items() for n in layers):
+            shape = shape_of(ctx.point_shapes, tap, ctx.hidden_size)
+            heads = parse_heads(raw["heads"], tap, shape, f"{where}.heads", fail)
+    return CaptureSpec(hooks, positions, heads)
 
 
 def within_reach(spec: CaptureSpec, ctx: CaptureContext) -> CaptureSpec | None:
@@ -155,4 +163,4 @@ def within_reach(spec: CaptureSpec, ctx: CaptureContext) -> CaptureSpec | None:
         for first, stop in shifted
         if first < end and stop > 0
     ]
-    return CaptureSpec(spec.hooks, {"ranges": reached}) if reached else None
+    return replace(spec, positions={"ranges": reached}) if reached else None

@@ -52,6 +52,10 @@ class Reader(msgspec.Struct, frozen=True, array_like=True):
     ranges: Spans
     after: bool = False
     """Whether it names the taps by those in front, as of `tap.in_front`."""
+    heads: tuple[int, ...] = ()
+    """The heads whose part of a row it gets, in this order; empty for all of it."""
+    head_size: int = 0
+    """Numbers per head, if `heads` are given."""
 
     def named(self, taps: Sequence[Tap]) -> tuple[Tap, ...]:
         """The names of taps of its group, under which it gets their rows."""
@@ -172,6 +176,7 @@ def group_taps(
     lag: int = 0,
     widths: Mapping[Tap, tuple[int, int]] | None = None,
     after: Collection[str] = (),
+    heads: Mapping[tuple[str, Tap], tuple[tuple[int, ...], int]] | None = None,
 ) -> tuple[TapGroup, ...]:
     """Group taps by readers and width, so that each wanted row is staged exactly once.
 
@@ -183,11 +188,12 @@ def group_taps(
         widths: `each` and `width` of a `TapGroup`, for taps whose rows are not as wide
             as the stream.
         after: the instances that read behind what is done at the taps they name.
+        heads: `heads` and `head_size` of a `Reader`, by instance and tap.
 
     """
-    widths = widths or {}
+    widths, heads = widths or {}, heads or {}
     if (
-        len(wanted) == 1 and not widths
+        len(wanted) == 1 and not widths and not heads
     ):  # Usually one reader, which reads the same ranges at all taps.
         ((instance, taps),) = wanted.items()
         if len(alike := set(taps.values())) == 1:
@@ -197,9 +203,9 @@ def group_taps(
     readers: dict[Tap, list[Reader]] = {}
     for instance in sorted(wanted):
         for tap, ranges in wanted[instance].items():
-            readers.setdefault(tap, []).append(
-                Reader(instance, ranges, instance in after)
-            )
+            some = heads.get((instance, tap), ((), 0))
+            reader = Reader(instance, ranges, instance in after, *some)
+            readers.setdefault(tap, []).append(reader)
     alike_taps: dict[tuple[tuple[Reader, ...], tuple[int, int]], list[Tap]] = {}
     for tap in sorted(readers):
         kind = tuple(readers[tap]), widths.get(tap, (1, 0))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many numbers a row has at each hook point."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -41,9 +41,12 @@ def shape_of(shapes: Shapes, tap: Tap, hidden_size: int) -> PointShape:
     return PointShape(*shapes.get(layer, {}).get(hook, (hidden_size, 0)))
 
 
-def width_at(shapes: Shapes, hidden_size: int, tap: Tap) -> int:
-    """Numbers per row at a hook point."""
-    return shape_of(shapes, tap, hidden_size).width
+def width_at(
+    shapes: Shapes, hidden_size: int, tap: Tap, heads: Sequence[int] = ()
+) -> int:
+    """Numbers per row at a hook point, or per part of it that is of some heads."""
+    shape = shape_of(shapes, tap, hidden_size)
+    return len(heads) * shape.head_size if heads else shape.width
 
 
 def other_widths(

@@ -50,6 +50,23 @@ class Probe(msgspec.Struct, frozen=True, array_like=True):
     """`[k]`, for `jumprelu`."""
 
 
+class RowPart(msgspec.Struct, frozen=True, array_like=True):
+    """What is read of rows that are not as wide as the stream, or of some heads."""
+
+    each: int
+    """Staging rows that a row takes."""
+    width: int
+    """Numbers per row."""
+    heads: tuple[int, ...] = ()
+    """The heads that are read, in this order; empty for whole rows."""
+    head_size: int = 0
+
+    @property
+    def read(self) -> int:
+        """Numbers that are read of a row."""
+        return len(self.heads) * self.head_size or self.width
+
+
 class Readout(msgspec.Struct, frozen=True, array_like=True):
     """One named readout of a request."""
 
@@ -85,6 +102,11 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     after: int = -1
     """The model's last layer, if the rows are read behind what is done at their taps;
     -1 if before it, -2 if the request says so."""
+    part: RowPart | None = None
+    """What is read of each row; None for a whole row as wide as the stream. Of
+    attention always None."""
+    alone: tuple[Tap, ...] = ()
+    """Of a norm: the taps whose point the layer before does not have."""
 
     @property
     def staged(self) -> tuple[Tap, ...]:
@@ -105,7 +127,11 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
             return *points, end
         taps = self.taps
         if self.kind == "norm":
-            before = [(layer - 1, hook) for layer, hook in taps if layer > 0]
+            before = [
+                (layer - 1, hook)
+                for layer, hook in taps
+                if layer > 0 and (layer, hook) not in self.alone
+            ]
             taps += tuple(tap for tap in before if tap not in taps)
         return tuple([behind(t, self.after) for t in taps]) if self.after >= 0 else taps
 

@@ -13,7 +13,7 @@ from vllm.v1.residual.addresses import (
 )
 from vllm.v1.residual.bounds import counted, shown
 from vllm.v1.residual.numbers import Fail
-from vllm.v1.residual.point_shapes import Shapes, shape_of
+from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.residual.selectors import (
     PositionName,
     first_outside,
@@ -37,6 +37,8 @@ class CaptureSpec:
 
     hooks: dict[HookName, list[int]]
     positions: PositionSelector
+    heads: tuple[int, ...] = ()
+    """The heads whose part of each row is captured; empty for whole rows."""
 
 
 @dataclass
@@ -104,28 +106,12 @@ def parse_hooks(
     return hooks
 
 
-def parse_stream_wide(
+def parse_taps(
     raw: Any, ctx: CaptureContext, where: str, fail: Fail
 ) -> tuple[Tap, ...]:
-    """As `parse_hooks`, for what reads rows on the device: rows of the stream's width.
-
-    Returns:
-        The taps.
-
-    """
+    """The taps of `parse_hooks`."""
     at = parse_hooks(raw, ctx, where, fail)
-    taps = tuple((layer, str(hook)) for hook, layers in at.items() for layer in layers)
-    for tap in taps:
-        width = shape_of(ctx.point_shapes, tap, ctx.hidden_size).width
-        if width != ctx.hidden_size:
-            raise fail(
-                f"{where}: rows of {tap[1]} have {width} numbers, and here only rows "
-                f"as wide as the stream ({ctx.hidden_size}) are read; capture {tap[1]} "
-                "instead",
-                where,
-                tap[1],
-            )
-    return taps
+    return tuple((layer, str(hook)) for hook, layers in at.items() for layer in layers)
 
 
 def parse_after(

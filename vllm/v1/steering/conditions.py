@@ -32,8 +32,8 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
     """The `(layer, hook)` at which the probe reads."""
     hook: str
     probe: bytes
-    """The probe's direction: float32 `[hidden_size]`, normalized where `cosine` is
-    set."""
+    """The probe's direction: float32 `[width]` of the rows that it reads, normalized
+    where `cosine` is set."""
     bias: float
     cosine: bool
     """Whether `x . probe` is divided by `|x|`."""
@@ -64,7 +64,7 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def vector(self) -> npt.NDArray[np.float32]:
-        """The probe's direction: float32 `[hidden_size]`, a view of `probe`."""
+        """The probe's direction: float32 `[width]`, a view of `probe`."""
         return np.frombuffer(self.probe, dtype=np.float32)
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,21 +85,31 @@ def distinct(conditions: Iterable[Condition | None]) -> tuple[Condition, ...]:
     return tuple(dict.fromkeys(one for one in conditions if one is not None))
 
 
-_BEFORE = {("mlp_in", "mlp_out"), ("mlp_in", "mlp_add"), ("mlp_out", "mlp_add")}
-"""Pairs of hook points of one layer of which the first is always computed before the
-second, in addition to `pre_attn`, which comes before all but `embed`, and `post_block`,
-which comes after all. In a parallel block the MLP reads the stream before `post_attn`,
-in others after it."""
+_ORDERS = (
+    ("attn_in", "q", "k", "v", "z", "attn_out", "attn_add"),
+    ("attn_in", "q", "k", "v", "z", "attn_out", "post_attn"),
+    ("mlp_in", "mlp_act", "mlp_out", "mlp_add"),
+    ("mlp_in", "router_logits", "mlp_out", "mlp_add"),
+)
+"""Hook points of one layer in the order in which every model computes them, in addition
+to `embed`, `pre_attn`, `post_block` and `final_norm`. In a parallel block the MLP reads
+the stream before `post_attn`, in others after it."""
 
 
 def is_known_at(probe: tuple[int, str], entry: tuple[int, str]) -> bool:
     """Whether the probe's input is computed before the entry acts, in every model."""
     (layer, hook), (acts, point) = probe, entry
-    if layer != acts:
-        return layer < acts
+    if layer != acts or hook == point:
+        return layer <= acts
+    if hook == "final_norm" or point == "embed":
+        return False
     return (
-        hook == point
-        or (hook == "pre_attn" and point != "embed")
-        or point == "post_block"
-        or (hook, point) in _BEFORE
+        hook in ("embed", "pre_attn")
+        or point == "final_norm"
+        or (point == "post_block" and hook != "post_block")
+        or any(
+            order.index(hook) < order.index(point)
+            for order in _ORDERS
+            if hook in order and point in order
+        )
     )

@@ -4,6 +4,7 @@
 Llama runs compiled, the others eagerly.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ from tests.support.models import save
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.capture.consumers.arrow.table import rows_of
 from vllm.v1.capture.consumers.filesystem.reader import read_request
+from vllm.v1.capture.consumers.filesystem.store import CaptureStore
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.readouts.errors import ReadoutValidationError
+from vllm.v1.steering.conditions import is_known_at
 from vllm.v1.steering.errors import SteeringValidationError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WORDS, WIDTH, HEADS, SIZE = 256, 64, 4, 32
 PROMPT = [5, 9, 3, 77, 21, 8, 8, 40, 200, 17]
+GENERATOR = torch.Generator().manual_seed(11)
 OTHER = [9, 101, 3, 7, 65, 18, 99, 12, 4, 30]
 TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 SIZES: dict[str, Any] = {
@@ -214,9 +219,9 @@ OTHER_WIDTH = {
 """A point whose rows are narrower or wider than the stream's."""
 
 
-def written(pair: Pair, consumer: str, hooks: list[str], name: str) -> Any:
+def written(pair: Pair, consumer: str, hooks: list[str], name: str, **keys: Any) -> Any:
     """Have a consumer write prompt rows; returns them as delivered to the caller."""
-    spec = {"hooks": {hook: [0] for hook in hooks}, "positions": "all_prompt"}
+    spec = {"hooks": {hook: [0] for hook in hooks}, "positions": "all_prompt", **keys}
     params = SamplingParams(
         max_tokens=1,
         detokenize=False,
@@ -249,6 +254,204 @@ def test_files_of_one_width_have_it(pair: Pair) -> None:
         own = [one for one in tables if hook in one["hook"].to_pylist()]
         assert [set(one["hook"].to_pylist()) for one in own] == [{hook}]
         assert torch.equal(rows_of(own[0]), rows)
+
+
+def test_heads_are_captured_in_the_order_in_which_they_are_listed(pair: Pair) -> None:
+    whole = written(pair, "filesystem", ["q", "z"], "whole")
+    part = written(pair, "filesystem", ["q", "z"], "part", heads=[3, 1])
+    entries = read_request(next((pair.folder / "files").glob("*/part")))
+    kept = [*range(3 * SIZE, 4 * SIZE), *range(SIZE, 2 * SIZE)]
+    for tap, rows in whole.items():
+        assert torch.equal(part[tap], rows[:, kept])
+        assert torch.equal(torch.as_tensor(entries[tap].array), rows[:, kept])
+    stored = CaptureStore(pair.folder / "files")
+    assert {one.heads for one in stored.select("part")} == {(3, 1)}
+    assert {one.heads for one in stored.select("whole")} == {()}
+
+
+def test_files_of_one_width_have_the_heads(pair: Pair) -> None:
+    whole = written(pair, "own", ["v"], "v")[0, "v"]
+    kv_heads = whole.shape[1] // SIZE
+    for head in (0, kv_heads - 1):
+        columns = slice(head * SIZE, (head + 1) * SIZE)
+        name = f"v{head}"
+        written(pair, "tables", ["v"], name, heads=[head])
+        written(pair, "own", ["v"], name, heads=[head])
+        (file,) = (pair.folder / "own").glob(f"*/{name}.safetensors")
+        with safe_open(file, "pt") as opened:
+            rows = opened.get_tensor("hidden_states")[:, 0]
+            assert json.loads(opened.metadata()["heads"]) == [head]
+        assert torch.equal(rows, whole[:, columns])
+        tables = map(pq.read_table, (pair.folder / "tables").glob("*/*.parquet"))
+        (own,) = (one for one in tables if name in one["request_id"].to_pylist())
+        assert json.loads(own.schema.metadata[b"heads"]) == [head]
+        assert torch.equal(rows_of(own), whole[:, columns])
+
+
+@pytest.mark.parametrize(
+    ("hooks", "heads", "part"),
+    [
+        (["z"], [HEADS], "heads 0 to 3"),
+        (["z"], [0, 0], "listed twice"),
+        (["z"], 1, "must list heads"),
+        (["z", "post_block"], [0], "post_block do not consist of heads"),
+    ],
+)
+def test_heads_that_are_not_there_are_refused(
+    pair: Pair, hooks: list[str], heads: Any, part: str
+) -> None:
+    with pytest.raises(CaptureValidationError, match=part) as refused:
+        written(pair, "own", hooks, "none", heads=heads)
+    assert refused.value.parameter == "capture.inline.heads"
+
+
+def read(pair: Pair, **readouts: Any) -> tuple[dict[str, Any], Any]:
+    """The results of readouts over all positions, and the rows of all points."""
+    asked = {name: {**one, "positions": "all"} for name, one in readouts.items()}
+    output = pair.ask(readouts=asked)
+    return output.readouts, pair.engine.rows(output)
+
+
+def test_probes_read_rows_of_any_width_and_some_heads(pair: Pair) -> None:
+    wide = pair.engine.rows(pair.ask())
+    inside = [hook for layer, hook in wide if layer == 1]
+    vectors = {
+        hook: torch.randn(2, wide[1, hook].shape[1], generator=GENERATOR)
+        for hook in inside
+    }
+    some = torch.randn(2, 2 * SIZE, generator=GENERATOR)
+    probe = {"kind": "probe", "layer": 1}
+    found, rows = read(
+        pair,
+        **{h: {**probe, "hook": h, "vectors": v.numpy()} for h, v in vectors.items()},
+        heads={**probe, "hook": "z", "heads": [2, 0], "vectors": some.numpy()},
+    )
+    for hook, own in vectors.items():
+        expected = rows[1, hook].double() @ own.double().T
+        assert (
+            relative_error(torch.tensor(found[hook].arrays["values"]), expected) < 1e-5
+        ), hook
+    part = rows[1, "z"].view(-1, HEADS, SIZE)[:, [2, 0]].flatten(1)
+    expected = part.double() @ some.double().T
+    assert (
+        relative_error(torch.tensor(found["heads"].arrays["values"]), expected) < 1e-5
+    )
+
+
+def test_norms_and_rows_of_any_width(pair: Pair) -> None:
+    last = {"final_norm": [1]}
+    found, rows = read(
+        pair,
+        norm={"kind": "norm", "hooks": {"z": "all"}},
+        head={"kind": "norm", "hooks": {"q": "all"}, "heads": [1]},
+        last={"kind": "norm", "hooks": last},
+        mean={"kind": "rows", "hooks": {"q": [1, 0]}, "reduce": "mean"},
+        rows={"kind": "rows", "hooks": {"k": [0]}, "heads": [0]},
+    )
+    z = torch.stack([rows[0, "z"], rows[1, "z"]], 1).double()
+    q = torch.stack([rows[0, "q"], rows[1, "q"]], 1).double()
+    for name, own in {"norm": z, "head": q[..., SIZE : 2 * SIZE]}.items():
+        norms = torch.tensor(found[name].arrays["norm"])
+        cosines = torch.tensor(found[name].arrays["cosine"])
+        assert relative_error(norms, own.norm(dim=-1)) < 1e-5
+        expected = torch.cosine_similarity(own[:, 0], own[:, 1], dim=-1)
+        assert relative_error(cosines[:, 1], expected) < 1e-5
+        assert cosines[:, 0].isnan().all()
+    norms = torch.tensor(found["last"].arrays["norm"])[:, 0]
+    assert relative_error(norms, rows[1, "final_norm"].double().norm(dim=-1)) < 1e-5
+    assert torch.tensor(found["last"].arrays["cosine"]).isnan().all()
+    assert relative_error(torch.tensor(found["mean"].arrays["rows"]), q.mean(0)) < 1e-5
+    part = torch.tensor(found["rows"].arrays["rows"])[:, 0]
+    assert torch.equal(part.float(), rows[0, "k"][:, :SIZE].float())
+
+
+def test_functions_get_rows_of_any_width(pair: Pair) -> None:
+    custom = {"kind": "custom", "fn": lambda rows, context: rows.flatten(1)}
+    found, rows = read(pair, mine={**custom, "hooks": {"z": "all"}, "heads": [3, 2]})
+    own = [
+        rows[layer, "z"].view(-1, HEADS, SIZE)[:, [3, 2]].flatten(1) for layer in (0, 1)
+    ]
+    values = torch.tensor(found["mine"].arrays["values"])
+    assert torch.equal(values.float(), torch.cat(own, 1).float())
+
+
+def test_a_lens_reads_what_is_as_wide_as_the_stream(pair: Pair) -> None:
+    lens = {"kind": "lens", "layers": [1], "top_k": 3}
+    found, _ = read(pair, lens={**lens, "hook": "mlp_add"})
+    assert found["lens"].arrays["logprobs"].shape[-1] == 3
+    with pytest.raises(ReadoutValidationError, match="as wide as the stream"):
+        read(pair, lens={**lens, "hook": OTHER_WIDTH[pair.kind]})
+
+
+@pytest.mark.parametrize(
+    ("readout", "part"),
+    [
+        ({"kind": "norm", "hooks": {"post_block": [0], "z": [0]}}, "equally wide"),
+        ({"kind": "norm", "hooks": {"z": [0]}, "heads": [HEADS]}, "heads 0 to 3"),
+        ({"kind": "rows", "hooks": ["mlp_in.0"], "heads": [0]}, "consist of heads"),
+        (
+            {"kind": "probe", "layer": 0, "hook": "q", "vectors": [1.0] * WIDTH},
+            f"width {HEADS * SIZE} of rows",
+        ),
+    ],
+)
+def test_readouts_that_do_not_fit_are_refused(
+    pair: Pair, readout: dict[str, Any], part: str
+) -> None:
+    if pair.kind == "gptj":
+        pytest.skip("its queries are as wide as the stream")
+    with pytest.raises(ReadoutValidationError, match=part):
+        read(pair, some=readout)
+
+
+@pytest.mark.parametrize("hook", ["q", "z", "attn_out", "attn_add", "post_block"])
+def test_a_condition_reads_and_gates_inside_the_block(pair: Pair, hook: str) -> None:
+    pair.reference.run(PROMPT)
+    width = pair.reference.rows[0, "z"].shape[1]
+    probe = torch.randn(width, generator=GENERATOR)
+    if hook in ("q", "attn_in"):  # Computed before `z` is known.
+        reads = "pre_attn"
+        probe = torch.randn(pair.reference.rows[0, "embed"].shape[1])
+    else:
+        reads = "z"
+    source = (0, "embed" if reads == "pre_attn" else reads)
+    seen = pair.reference.rows[source].float() @ probe
+    bound = float(seen.median() + 1e-3)
+    target = pair.reference.rows[0, hook].shape[1]
+    vector = torch.randn(target, generator=GENERATOR) * 5
+    when = {"probe": probe.numpy(), "layer": 0, "hook": reads, "above": bound}
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        fires = pair.reference.rows[source].float() @ probe > bound
+        assert fires.any() and not fires.all()
+        return torch.where(fires[:, None], rows + vector, rows)
+
+    pair.check_changed((0, hook), {"vector": vector.numpy(), "when": when}, change)
+
+
+def test_a_condition_that_is_not_yet_known_is_refused(pair: Pair) -> None:
+    width = pair.reference.rows[0, "z"].shape[1]
+    when = {"probe": [1.0] * width, "layer": 0, "hook": "z", "above": 0.0}
+    entry = {"op": "replace", "vector": 0, "heads": [0], "when": when}
+    with pytest.raises(SteeringValidationError, match="not known when the entry acts"):
+        pair.ask(steering={"q": {0: entry}})
+    with pytest.raises(SteeringValidationError, match=f"{width}"):
+        wrong = {**when, "probe": [1.0] * (width + 1)}
+        pair.ask(steering={"z": {0: {**entry, "when": wrong}}})
+
+
+def test_places_are_computed_in_the_order_that_conditions_assume(pair: Pair) -> None:
+    pair.reference.run(PROMPT)
+    computed = list(pair.reference.rows)
+    claimed = [
+        (first, second)
+        for first in computed
+        for second in computed
+        if first != second and is_known_at(first, second)
+    ]
+    assert len(claimed) > len(computed)
+    for first, second in claimed:
+        assert computed.index(first) < computed.index(second), (first, second)
 
 
 @pytest.mark.parametrize("consumer", ["tables", "own"])

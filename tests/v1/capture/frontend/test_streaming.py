@@ -162,3 +162,15 @@ def test_a_request_whose_plan_has_no_live_reader_carries_nothing() -> None:
     made = output([7])
     rows.show("r", made)
     assert made.capture_results is None
+
+
+def test_rows_of_some_heads_are_shown() -> None:
+    reader = Reader("inline", ALL, heads=(2, 0), head_size=1)
+    group = TapGroup((TAP,), ALL, (reader, Reader(LIVE, ALL)))
+    own = CapturePlan("r", len(PROMPT), (group,), "nowhere")
+    request = LiveRequest(own, PROMPT, RequestOutputKind.CUMULATIVE, ["inline"])
+    rows = torch.randn(4, 3)
+    key = (VllmInternalRequestId("r-1"), *TAP)
+    positions = {"positions": [0, 1, 2, 3]}
+    request.put(0, [CaptureChunk(key, rows, rows.dtype, 0, 0, positions)])
+    assert torch.equal(rows_in(request, [7])[TAP], rows[:, [2, 0]])

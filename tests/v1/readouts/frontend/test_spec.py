@@ -15,7 +15,7 @@ from vllm.v1.readouts.frontend.rules import parse_stops
 from vllm.v1.readouts.frontend.spec import parse_readout
 from vllm.v1.residual.frontend.front_end import NO_FRONT_END
 from vllm.v1.residual.module_info import ModuleInfo
-from vllm.v1.residual.readout_plan import Readout, Refusals
+from vllm.v1.residual.readout_plan import Readout, Refusals, RowPart
 from vllm.v1.steering.spec.arrays import as_array
 
 CONTEXT = CaptureContext(
@@ -205,17 +205,47 @@ def test_a_reduced_readout_of_a_long_prompt_is_no_larger() -> None:
     check_size([parse_readout("n", spec, context, SERVER)], 1, context, {})
 
 
-def test_points_of_another_width_than_the_stream_are_refused() -> None:
-    points = dict.fromkeys(range(3), ("post_block", "q", "z"))
-    shapes = {layer: {"q": (4, 2), "z": (8, 2)} for layer in range(3)}
-    context = replace(CONTEXT, hook_points=points, point_shapes=shapes)
-    for kind in ("rows", "norm"):
-        raw = {"kind": kind, "hooks": {"z": [1]}}
-        with pytest.raises(ReadoutValidationError, match="8 numbers.*stream.*4") as at:
-            parse_readout("r", raw, context, SERVER)
-        assert at.value.parameter == "readouts.r.hooks"
-        as_wide = {"kind": kind, "hooks": {"q": [1]}}
-        assert parse_readout("r", as_wide, context, SERVER).taps == ((1, "q"),)
+WITH_WIDTHS = replace(
+    CONTEXT,
+    hook_points=dict.fromkeys(range(3), ("post_block", "q", "z")),
+    point_shapes={layer: {"q": (4, 2), "z": (10, 5)} for layer in range(3)},
+)
+
+
+def test_a_part_says_how_rows_are_staged_and_read() -> None:
+    def part(hook: str, **keys: Any) -> Any:
+        raw = {"kind": "rows", "hooks": {hook: [1]}, **keys}
+        return parse_readout("r", raw, WITH_WIDTHS, SERVER).part
+
+    assert part("q") is None
+    assert part("z") == RowPart(3, 10)
+    assert part("q", heads=[1]) == RowPart(1, 4, (1,), 2)
+    assert part("z", heads=[4, 0]) == RowPart(3, 10, (4, 0), 2)
+    assert part("z", heads=[4, 0]).read == 4
+
+
+def test_a_norm_knows_where_the_layer_before_has_no_such_rows() -> None:
+    points = {0: ("z",), 1: ("z", "q"), 2: ("z", "q")}
+    shapes = {**WITH_WIDTHS.point_shapes, 2: {"q": (4, 2), "z": (8, 4)}}
+    context = replace(WITH_WIDTHS, hook_points=points, point_shapes=shapes)
+
+    def staged(hook: str, layer: int) -> Any:
+        raw = {"kind": "norm", "hooks": {hook: [layer]}}
+        return parse_readout("r", raw, context, SERVER).staged
+
+    assert staged("z", 1) == ((1, "z"), (0, "z"))
+    assert staged("q", 1) == ((1, "q"),)
+    assert staged("z", 2) == ((2, "z"),)
+
+
+def test_stages_do_not_send_each_other_parts_of_rows() -> None:
+    context = replace(WITH_WIDTHS, pipeline_parallel_size=2)
+    raw = {"kind": "norm", "hooks": {"z": [1]}}
+    with pytest.raises(ReadoutValidationError, match="stages of the pipeline") as at:
+        parse_readout("r", raw, context, SERVER)
+    assert at.value.parameter == "readouts.r.hooks"
+    first = parse_readout("r", {**raw, "hooks": {"z": [0]}}, context, SERVER)
+    assert first.staged == ((0, "z"),)
 
 
 WITH_QUERIES = replace(

@@ -166,7 +166,8 @@ def most_bytes(spec: CaptureSpec, ctx: CaptureContext, where: str) -> tuple[int,
     """The maximum size of a request's rows in bytes, and how it is made up, as text."""
     rows = count_rows(resolve_positions(spec.positions, ctx, where, fail), ctx, where)
     taps = [(n, str(hook)) for hook, layers in spec.hooks.items() for n in layers]
-    width = sum(width_at(ctx.point_shapes, ctx.hidden_size, tap) for tap in taps)
+    shapes, heads = ctx.point_shapes, spec.heads
+    width = sum(width_at(shapes, ctx.hidden_size, tap, heads) for tap in taps)
     each = width * ctx.element_size_bytes
     what = (
         f"{rows} positions at {len(taps)} hook points with {each} bytes together, for "

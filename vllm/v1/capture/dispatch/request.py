@@ -20,6 +20,7 @@ from vllm.v1.capture.types import (
     VllmInternalRequestId,
 )
 from vllm.v1.residual.capture_plan import CapturePlan, Reader
+from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import ReadoutReader, ReadoutRows
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END, Spans, only_last, overlap
@@ -180,7 +181,8 @@ class CapturedRequest:
                 if (part := rows.between(*span)) is not None
             ]
             if kept:
-                chunk = self._make_chunk(number, instance, kept)
+                readers = {one.instance: one for one in self._groups[number].readers}
+                chunk = self._make_chunk(number, readers[instance], kept)
                 chunks.setdefault(instance, []).append(chunk)
         self._held.clear()
         skipped = self._skip(end, stop)
@@ -240,7 +242,7 @@ class CapturedRequest:
                     early = early and not only_last(reader.ranges)
                     held = self._may_void(part) or reader.instance in self._keeping
                     if early or not held:
-                        chunk = self._make_chunk(number, reader.instance, [part])
+                        chunk = self._make_chunk(number, reader, [part])
                         ready.setdefault(reader.instance, []).append(chunk)
                     else:
                         self._held.setdefault((number, reader.instance), []).append(
@@ -255,9 +257,9 @@ class CapturedRequest:
         """
         return rows.stop > self._plan.num_prompt_tokens
 
-    def _make_chunk(self, number: int, instance: str, parts: list[Rows]) -> GroupChunk:
+    def _make_chunk(self, number: int, reader: Reader, parts: list[Rows]) -> GroupChunk:
         """All rows of `parts`, which are of one group."""
-        place = number, instance
+        place = number, reader.instance
         offset = self._counts.get(place, 0)
         spans = self._handed_on.setdefault(place, [])
         positions: list[int] = []
@@ -266,8 +268,10 @@ class CapturedRequest:
             spans.append((part.start, part.stop))
         self._counts[place] = offset + len(positions)
         group, step = self._groups[number], parts[-1].step
-        (taps,) = (r.named(group.taps) for r in group.readers if r.instance == instance)
-        return GroupChunk(self.req_id, taps, joined(parts), offset, step, positions)
+        taps, rows = reader.named(group.taps), joined(parts)
+        if reader.heads:
+            rows = rows_of_heads(rows, reader.heads, reader.head_size)
+        return GroupChunk(self.req_id, taps, rows, offset, step, positions)
 
     def _ends(self, instance: str, end: RequestEnd, stop: int) -> list[AnyEnd]:
         return [
@@ -290,6 +294,9 @@ class CapturedRequest:
             facts["hidden_size"] = width
         if reader.after:
             facts[AFTER] = True
+        if reader.heads:
+            facts["heads"] = list(reader.heads)
+            facts["hidden_size"] = len(reader.heads) * reader.head_size
         return facts
 
     def _sidecar_of(

@@ -30,7 +30,7 @@ from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.plugin_errors import message_of
-from vllm.v1.residual.point_shapes import other_widths
+from vllm.v1.residual.point_shapes import other_widths, shape_of
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
 from vllm.v1.residual.row_selection import parse_after, resolve_positions
 from vllm.v1.residual.sizes import row_bytes
@@ -175,11 +175,18 @@ class Admission:
             keep_when = _taken("keep_when", params.capture)
             after = _taken(AFTER, params.capture)
             _check_streams(keep_when, streaming)
-        wanted = {
-            name: self._taps(spec, ctx, name)
-            for name, spec in self._specs(params.capture or {}, ctx).items()
-        }
+        specs = self._specs(params.capture or {}, ctx)
+        wanted = {name: self._taps(spec, ctx, name) for name, spec in specs.items()}
         behind_taps = self._read_after(after, wanted, ctx)
+        heads = {
+            (name, tap): (
+                spec.heads,
+                shape_of(ctx.point_shapes, tap, ctx.hidden_size).head_size,
+            )
+            for name, spec in specs.items()
+            if spec.heads
+            for tap in wanted[name]
+        }
         readouts = self.readouts.plan(params, ctx, keep_when)
         readers = self._readers(params.capture or {}, readouts)
         readouts = self._steps.added(readouts, ctx)
@@ -214,6 +221,7 @@ class Admission:
                 self._lag,
                 self._widths_of(wanted),
                 behind_taps,
+                heads,
             ),
             reply_to=reply_to,
             num_samples=params.n,

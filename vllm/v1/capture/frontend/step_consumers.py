@@ -8,11 +8,12 @@ from msgspec.structs import replace
 
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.registry import build_consumer
+from vllm.v1.residual.point_shapes import width_at
 from vllm.v1.residual.readout_plan import Readout, ReadoutPlan
 from vllm.v1.residual.row_selection import (
     CaptureContext,
     CaptureSpec,
-    parse_stream_wide,
+    parse_taps,
     resolve_positions,
 )
 from vllm.v1.residual.sizes import stage_starts
@@ -86,4 +87,16 @@ class StepSpecs:
 def _taps(name: str, spec: CaptureSpec, ctx: CaptureContext) -> tuple[Tap, ...]:
     """The hook points that a consumer sees."""
     hooks = {str(hook): list(layers) for hook, layers in spec.hooks.items()}
-    return parse_stream_wide(hooks, ctx, f"capture consumer {name!r}", fail)
+    where = f"capture consumer {name!r}"
+    taps = parse_taps(hooks, ctx, where, fail)
+    for tap in taps:
+        width = width_at(ctx.point_shapes, ctx.hidden_size, tap)
+        if width != ctx.hidden_size:
+            raise fail(
+                f"{where}: rows of {tap[1]} have {width} numbers, and within a step "
+                f"only rows as wide as the stream ({ctx.hidden_size}) are taken; "
+                f"capture {tap[1]} by another consumer",
+                where,
+                tap[1],
+            )
+    return taps

@@ -18,8 +18,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
-from vllm.v1.residual.capture_plan import LIVE, CapturePlan
-from vllm.v1.residual.spans import Spans, contains, only_last
+from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader
+from vllm.v1.residual.heads import rows_of_heads
+from vllm.v1.residual.spans import contains, only_last
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -93,12 +94,12 @@ class LiveRequest:
         self._num_samples = plan.num_samples
         self._cumulative = output_kind == RequestOutputKind.CUMULATIVE
         self._samples: dict[int, _Sample] = {}
-        self._wanted: dict[str, dict[Tap, Spans]] = {name: {} for name in streaming}
+        self._wanted: dict[str, dict[Tap, Reader]] = {name: {} for name in streaming}
         for group in plan.groups:
             for reader in group.readers:
                 # Which row is the last is known when there is no further output.
                 if reader.instance in self._wanted and not only_last(reader.ranges):
-                    taps = dict.fromkeys(reader.named(group.taps), reader.ranges)
+                    taps = dict.fromkeys(reader.named(group.taps), reader)
                     self._wanted[reader.instance].update(taps)
 
     def put(self, sample: int, chunks: Iterable[CaptureChunk]) -> None:
@@ -133,12 +134,19 @@ class LiveRequest:
             sample.shown.clear()
         for tap, parts in sample.take(last).items():
             for name, wanted in self._wanted.items():
+                if tap not in wanted:
+                    continue
+                reader = wanted[tap]
                 for positions, rows in parts:
-                    ranges = wanted.get(tap, ())
-                    kept = [i for i, p in enumerate(positions) if contains(ranges, p)]
+                    kept = [
+                        i for i, p in enumerate(positions) if contains(reader.ranges, p)
+                    ]
                     if kept:
+                        part = rows[kept]
+                        if reader.heads:
+                            part = rows_of_heads(part, reader.heads, reader.head_size)
                         shown = sample.shown.setdefault((name, tap), _Shown())
-                        shown.extend([positions[i] for i in kept], rows[kept])
+                        shown.extend([positions[i] for i in kept], part)
         payloads = {name: RowsByTap() for name in self._wanted}
         for (name, tap), shown in sample.shown.items():
             facts = {

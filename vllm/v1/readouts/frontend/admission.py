@@ -252,7 +252,8 @@ def _numbers_of(
     context = ctx.num_prompt_tokens + (ctx.max_tokens or 1) - 1
     taps = len(readout.taps)
     if readout.kind == "rows":
-        return taps * ctx.hidden_size // 4  # They are sent as base64.
+        width = ctx.hidden_size if readout.part is None else readout.part.read
+        return taps * width // 4  # They are sent as base64.
     if readout.kind == "lens":
         return taps * (2 * readout.top_k + len(readout.tokens))
     if readout.kind == "norm":

@@ -7,7 +7,6 @@ read, a head or a point that is not there.
 
 from vllm.v1.readouts.frontend.entry import Spec
 from vllm.v1.residual.numbers import is_integer
-from vllm.v1.residual.point_shapes import shape_of
 from vllm.v1.residual.readout_plan import REST, Readout
 from vllm.v1.residual.tap import Tap
 
@@ -103,9 +102,7 @@ def _check_has_queries(spec: Spec) -> None:
 def _heads_of(spec: Spec, taps: tuple[Tap, ...]) -> tuple[int, ...]:
     """The heads that the key `heads` names, which all layers must have."""
     given = spec.raw.get("heads", "all")
-    counts = {
-        shape_of(spec.ctx.point_shapes, tap, spec.ctx.hidden_size).heads for tap in taps
-    }
+    counts = {spec.shape(tap).heads for tap in taps}
     if given == "all" and len(counts) > 1:
         raise spec.fail(
             "heads",

@@ -4,7 +4,7 @@
 All parsers of kinds use it, so that errors of one key read alike.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,14 +13,16 @@ import numpy.typing as npt
 
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
 from vllm.v1.residual.addresses import parse_address
+from vllm.v1.residual.heads import parse_heads
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import Fail, is_integer
-from vllm.v1.residual.readout_plan import Readout, Refusals
+from vllm.v1.residual.point_shapes import PointShape, shape_of
+from vllm.v1.residual.readout_plan import Readout, Refusals, RowPart
 from vllm.v1.residual.row_selection import (
     CaptureContext,
     parse_after,
     parse_hooks,
-    parse_stream_wide,
+    parse_taps,
     resolve_positions,
 )
 from vllm.v1.residual.selectors import parse_layers
@@ -122,7 +124,39 @@ class Spec:
 
     def _hooks(self, hooks: Any, key: str) -> tuple[Tap, ...]:
         failing = self._failing(key, hooks)
-        return parse_stream_wide(hooks, self.ctx, self.where(key), failing)
+        return parse_taps(hooks, self.ctx, self.where(key), failing)
+
+    def shape(self, tap: Tap) -> PointShape:
+        """The shape of a tap's rows."""
+        return shape_of(self.ctx.point_shapes, tap, self.ctx.hidden_size)
+
+    def part(self, taps: Sequence[Tap]) -> RowPart | None:
+        """What is read of each row of taps, which must be equally wide.
+
+        None for a whole row as wide as the stream.
+        """
+        ctx, key = self.ctx, "hooks" if "hooks" in self.raw else "hook"
+        shapes = {tap: self.shape(tap) for tap in taps}
+        heads: tuple[int, ...] = ()
+        if self.raw.get("heads") is not None:
+            for tap, shape in shapes.items():
+                given, at = self.raw["heads"], self.where("heads")
+                heads = parse_heads(given, tap, shape, at, fail)
+        kinds = {
+            (one.width, one.head_size if heads else 0): tap
+            for tap, one in shapes.items()
+        }
+        if len(kinds) > 1:
+            said = (f"{hook} of {n} has {one[0]}" for one, (n, hook) in kinds.items())
+            raise self.fail(
+                key,
+                f"its rows must be equally wide; {', '.join(said)} numbers. Give a "
+                "readout for each",
+            )
+        ((width, size),) = kinds
+        if not heads and width == ctx.hidden_size:
+            return None
+        return RowPart(-(-width // ctx.hidden_size), width, heads, size)
 
     def inner(self, hook: str) -> tuple[Tap, ...]:
         """The taps of the key `layers` at a hook point of any width."""

@@ -18,7 +18,7 @@ from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32
 from vllm.v1.residual.plain_data import plain
-from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce
+from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce, RowPart
 from vllm.v1.residual.row_selection import CaptureContext
 from vllm.v1.residual.tap import AFTER, Tap
 
@@ -68,27 +68,54 @@ def _rows(spec: Spec) -> Readout:
     reduce = spec.raw.get("reduce", "none")
     if reduce not in REDUCES:
         raise spec.fail("reduce", f"must be one of {list(REDUCES)}")
-    return Readout(spec.name, "rows", spec.hooks(), spec.ranges(), reduce=reduce)
+    taps, ranges = spec.hooks(), spec.ranges()
+    part = spec.part(taps)
+    return Readout(spec.name, "rows", taps, ranges, reduce=reduce, part=part)
 
 
 def _norm(spec: Spec) -> Readout:
-    return Readout(spec.name, "norm", spec.hooks(), spec.ranges())
+    taps, ranges, points = spec.hooks(), spec.ranges(), spec.ctx.hook_points
+    part = spec.part(taps)
+    alone = tuple(
+        (layer, hook)
+        for layer, hook in taps
+        if hook not in points.get(layer - 1, ())
+        or spec.shape((layer - 1, hook)) != spec.shape((layer, hook))
+    )
+    readout = Readout(spec.name, "norm", taps, ranges, part=part, alone=alone)
+    _check_stages(spec, readout)
+    return readout
+
+
+def _check_stages(spec: Spec, readout: Readout) -> None:
+    """Refuse parts of rows that pipeline stages would have to send."""
+    layers = {layer for layer, _ in readout.staged}
+    if readout.part and spec.ctx.pipeline_parallel_size > 1 and len(layers) > 1:
+        raise spec.fail(
+            "hooks",
+            "stages of the pipeline send each other whole rows as wide as the stream "
+            f"only, and this reads the layers {sorted(layers)} together; capture the "
+            "rows, or give a readout of one layer",
+        )
 
 
 def _probe(spec: Spec) -> Readout:
     given = spec.raw.get("probe")
     own: Probe | None = None
-    module, tap = "", None
+    module, info = "", None
     if given is not None:
         _check_no_other(spec, given)
     if isinstance(given, str):
         info = spec.module("probe", "probe", "--readout-modules")
-        _check_width(spec, "probe", info.width)
-        module, tap = info.name, info.tap
+        module = info.name
+    taps = (_place(spec, info.tap if info else None),)
+    part = spec.part(taps)
+    if info is not None:
+        _check_width(spec, "probe", info.width, part)
     else:
-        own = _own_probe(spec, spec.raw if given is None else given)
+        own = _own_probe(spec, spec.raw if given is None else given, part)
     return Readout(
-        spec.name, "probe", (_place(spec, tap),), spec.ranges(), module, probe=own
+        spec.name, "probe", taps, spec.ranges(), module, probe=own, part=part
     )
 
 
@@ -119,22 +146,22 @@ def _place(spec: Spec, default: Tap | None) -> Tap:
     return taps[0]
 
 
-def _check_width(spec: Spec, key: str, width: int) -> None:
-    if width != spec.ctx.hidden_size:
+def _check_width(spec: Spec, key: str, width: int, part: RowPart | None = None) -> None:
+    wide = spec.ctx.hidden_size if part is None else part.read
+    if width != wide:
         raise spec.fail(
-            key,
-            f"it is for rows of width {width}, and this model's have "
-            f"{spec.ctx.hidden_size}",
+            key, f"it is for rows of width {width}, and what is read here has {wide}"
         )
 
 
-def _own_probe(spec: Spec, given: Any) -> Probe:
+def _own_probe(spec: Spec, given: Any, part: RowPart | None) -> Probe:
     if not isinstance(given, dict) or "vectors" not in given:
         raise spec.fail("probe", "must be a name, or an object with vectors [k, H]")
     known = {"vectors", "bias", "activation", "cosine", "threshold"}
     if given is not spec.raw and (unknown := given.keys() - known):
         raise spec.fail("probe", f"has no keys {sorted(unknown)}; {sorted(known)}")
-    vectors = _matrix(spec, given["vectors"])
+    wide = spec.ctx.hidden_size if part is None else part.read
+    vectors = _matrix(spec, given["vectors"], wide)
     k = len(vectors)
     activation = given.get("activation", "none")
     if activation not in ACTIVATIONS:
@@ -158,12 +185,11 @@ def _own_probe(spec: Spec, given: Any) -> Probe:
     )
 
 
-def _matrix(spec: Spec, given: Any) -> npt.NDArray[np.float32]:
+def _matrix(spec: Spec, given: Any, wide: int) -> npt.NDArray[np.float32]:
     try:
         vectors = np.atleast_2d(spec.server.parse_array(given, spec.where("vectors")))
     except ValueError:  # Text, booleans, or lists of different lengths.
         vectors = np.zeros((0, 0), dtype=np.float32)
-    wide = spec.ctx.hidden_size
     if vectors.ndim != 2 or not 0 < len(vectors) <= MAX_VECTORS:
         raise spec.fail(
             "vectors", f"must be 1 to {MAX_VECTORS} lists of {wide} numbers each"
@@ -192,6 +218,13 @@ def _lens(spec: Spec) -> Readout:
         raise spec.fail("kind", spec.server.refusals.lens)
     hook = spec.raw.get("hook", "post_block")
     taps = spec.taps(spec.raw.get("layers", "all"), hook)
+    if (part := spec.part(taps)) is not None:
+        raise spec.fail(
+            "hook",
+            f"the unembedding reads rows as wide as the stream ({spec.ctx.hidden_size} "
+            f"numbers), and those of {taps[0][1]} have {part.width}; read a point of "
+            "the stream, or attn_out, attn_add, mlp_out, mlp_add",
+        )
     tokens = spec.integers("tokens", spec.server.vocab_size, "token ids")
     top_k = spec.integer("top_k", 0 if tokens else 5, 0, spec.server.max_top_k)
     if not top_k and not tokens:
@@ -214,7 +247,9 @@ def _lens(spec: Spec) -> Readout:
 
 def _sae(spec: Spec) -> Readout:
     info = spec.module("sae", "sae", "--sae")
-    _check_width(spec, "sae", info.width)
+    taps = (_place(spec, info.tap),)
+    part = spec.part(taps)
+    _check_width(spec, "sae", info.width, part)
     features = spec.integers("features", info.size, "features")
     most = min(spec.server.max_top_k, info.size)
     top_k = 0 if features else spec.integer("top_k", min(32, most), 1, most)
@@ -223,11 +258,12 @@ def _sae(spec: Spec) -> Readout:
     return Readout(
         spec.name,
         "sae",
-        (_place(spec, info.tap),),
+        taps,
         spec.ranges(),
         info.name,
         top_k=top_k,
         features=features,
+        part=part,
     )
 
 
@@ -251,7 +287,12 @@ def _custom(spec: Spec) -> Readout:
     except (TypeError, ValueError) as error:
         raise spec.fail("params", f"must be JSON: {error}") from None
     taps, ranges = spec.hooks(), spec.ranges()
-    return Readout(spec.name, "custom", taps, ranges, name, params=params, code=code)
+    part = spec.part(taps)
+    readout = Readout(
+        spec.name, "custom", taps, ranges, name, params=params, code=code, part=part
+    )
+    _check_stages(spec, readout)
+    return readout
 
 
 def _entry_point(spec: Spec) -> str:
@@ -302,13 +343,13 @@ def without_functions(raw: Mapping[str, Any]) -> dict[str, Any]:
 _OWN_PROBE = ("vectors", "bias", "activation", "cosine", "threshold")
 
 _PARSERS: dict[str, tuple[tuple[str, ...], Callable[[Spec], Readout]]] = {
-    "rows": (("hooks", "reduce"), _rows),
-    "probe": (("probe", "layer", "hook", *_OWN_PROBE), _probe),
+    "rows": (("hooks", "heads", "reduce"), _rows),
+    "probe": (("probe", "layer", "hook", "heads", *_OWN_PROBE), _probe),
     "lens": (("layers", "hook", "top_k", "tokens", "translator"), _lens),
-    "sae": (("sae", "layer", "hook", "top_k", "features"), _sae),
-    "norm": (("hooks",), _norm),
+    "sae": (("sae", "layer", "hook", "heads", "top_k", "features"), _sae),
+    "norm": (("hooks", "heads"), _norm),
     "attention": (("layers", "heads", "top_k", "keys", "full"), parse_attention),
     "attribution": (("layers", "tokens"), parse_attribution),
-    "custom": (("name", "fn", "hooks", "params"), _custom),
+    "custom": (("name", "fn", "hooks", "heads", "params"), _custom),
 }
 """By kind: its keys besides `kind` and `positions`, and its parser."""

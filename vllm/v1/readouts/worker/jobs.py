@@ -21,7 +21,7 @@ from vllm.v1.readouts.worker.layout import (
     staged_groups,
     steps_until_change,
 )
-from vllm.v1.residual.readout_plan import Readout
+from vllm.v1.residual.readout_plan import Readout, RowPart
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.residual.step_layout import Layout, PlacedStep
@@ -78,7 +78,7 @@ class Entry:
     @property
     def num_rows(self) -> int:
         """Number of rows in the job, over all staged taps."""
-        return self.rows.size
+        return self.rows.size // _each(self.readout)
 
 
 @dataclass(slots=True)
@@ -92,6 +92,8 @@ class Job:
     """
     kept: dict[Any, Any] = field(default_factory=dict)
     """Values that the operation caches for later steps of the same job set."""
+    part: RowPart | None = None
+    """What is read of each row; None for a whole row as wide as the stream."""
 
 
 @dataclass(slots=True)
@@ -112,6 +114,11 @@ class JobSet:
     def fits(self, placed: PlacedStep) -> bool:
         """Whether the job set applies to a step."""
         return placed.layout is self.layout and placed.shift < self.until
+
+
+def _each(readout: Readout) -> int:
+    """Columns of `Entry.rows` that a row of a job takes."""
+    return 1 if readout.part is None else readout.part.each
 
 
 def reads(readout: Readout, start: int, count: int) -> bool:
@@ -140,8 +147,8 @@ def make_job_set(
 
     """
     layout, shift = placed.layout, placed.shift
-    jobs: dict[JobKey, Job] = {}
-    indices: dict[JobKey, list[Indices]] = {}
+    jobs: dict[tuple[JobKey, RowPart | None], Job] = {}
+    indices: dict[tuple[JobKey, RowPart | None], list[Indices]] = {}
     until = OPEN_END
     staged = staged_groups(layout, shift, requests)
     for req_id, by_group in staged.items():
@@ -153,12 +160,13 @@ def make_job_set(
                 edges = (*edges, (0, request.num_prompt_tokens))
             until = min(until, 1 + steps_until_change(edges, position))
             found = rows_at(readout.staged, readout.ranges, request.groups, by_group)
-            for part, where in _parts(request, readout, key, *found):
-                job = jobs.setdefault(where, Job(where))
+            for part, key_of_part in _parts(request, readout, key, *found):
+                where = key_of_part, readout.part
+                job = jobs.setdefault(where, Job(key_of_part, part=readout.part))
                 _add(job, indices.setdefault(where, []), req_id, readout, *part)
-    for key, job in jobs.items():
-        if key[0] != "reduce":  # Those rows are found by their first one.
-            job.index = to_device(np.concatenate(indices[key]))
+    for where, job in jobs.items():
+        if job.key[0] != "reduce":  # Those rows are found by their first one.
+            job.index = to_device(np.concatenate(indices[where]))
     known = starts()
     first = {req_id: known[req_id] for req_id in staged}
     made = list(jobs.values())
@@ -218,10 +226,11 @@ def _add(
     req_id: str,
     readout: Readout,
     positions: Indices,
-    rows: Indices,  # [n, taps]
+    rows: Indices,  # [n, taps], with several columns per tap as in `Entry`
 ) -> None:
-    first = sum(len(part) for part in indices)
-    taps = rows.shape[1]
+    each = _each(readout)
+    first = sum(len(part) for part in indices) // each
+    taps = rows.shape[1] // each
     reduced = job.key[0] == "reduce"
     for a, b in runs(positions):
         start, at = int(positions[a]), first + a * taps

@@ -15,25 +15,45 @@ from torch import nn
 
 from vllm.v1.readouts.modules import ProbeModule
 from vllm.v1.readouts.worker.jobs import Job
-from vllm.v1.residual.readout_plan import Probe
+from vllm.v1.residual.heads import rows_of_heads
+from vllm.v1.residual.readout_plan import Probe, RowPart
 
 Arrays: TypeAlias = dict[str, torch.Tensor]
+
+
+def part_of(rows: torch.Tensor, part: RowPart | None) -> torch.Tensor:
+    """What is read of rows.
+
+    Args:
+        rows: `[..., R * part.each, hidden_size]`, staging rows.
+        part: None for all of them.
+
+    Returns:
+        `[..., R, part.read]`.
+
+    """
+    if part is None:
+        return rows
+    *before, _, hidden_size = rows.shape
+    rows = rows.view(*before, -1, part.each * hidden_size)[..., : part.width]
+    if part.heads:
+        return rows_of_heads(rows, part.heads, part.head_size)
+    return rows.contiguous()
 
 
 def reduce_rows(job: Job, staging: torch.Tensor, first_row: int) -> Arrays:
     """Reduce each entry's rows over its tokens.
 
     Returns:
-        `rows` `[entries, taps, hidden_size]` float32. For `mean` this is the sum; the
+        `rows` `[entries, taps, width]` float32. For `mean` this is the sum; the
         front end divides.
 
     """
     how = job.key[1]
-    return {
-        "rows": torch.stack(
-            [_reduced(how, entry.rows, staging, first_row) for entry in job.entries]
-        )
-    }
+    rows = torch.stack(
+        [_reduced(how, entry.rows, staging, first_row) for entry in job.entries]
+    )
+    return {"rows": part_of(rows, job.part)}
 
 
 def _reduced(
@@ -86,12 +106,12 @@ def _rows_before(job: Job) -> torch.Tensor:
     return torch.tensor(before)
 
 
-def inline_probe(probe: Probe, width: int, device: torch.device) -> ProbeModule:
-    """A probe given in a request, on the device; `width` is the hidden size."""
+def inline_probe(probe: Probe, device: torch.device) -> ProbeModule:
+    """A probe given in a request, on the device."""
     vectors = torch.frombuffer(bytearray(probe.vectors), dtype=torch.float32)
     threshold = torch.tensor(probe.threshold) if probe.threshold else None
     return ProbeModule(
-        vectors=vectors.reshape(-1, width).to(device),
+        vectors=vectors.reshape(len(probe.bias), -1).to(device),
         bias=torch.tensor(probe.bias).to(device),
         threshold=None if threshold is None else threshold.to(device),
         activation=probe.activation,

@@ -52,7 +52,6 @@ class Operations:
         self._attribution = attribution
         self._requests = requests
         self._device = device
-        self._width = vllm_config.model_config.get_hidden_size()
         self._custom = CustomReadouts(vllm_config)
 
     def compute(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
@@ -60,7 +59,7 @@ class Operations:
 
         Args:
             job: not one that reduces rows.
-            rows: `[R, hidden_size]`.
+            rows: `[R, width]`, what is read of each row.
             result: gets the errors of entries.
 
         """
@@ -99,7 +98,7 @@ class Operations:
     def _modules(self, job: Job) -> list[ProbeModule]:
         if "probes" not in job.kept:
             job.kept["probes"] = [
-                inline_probe(entry.readout.probe, self._width, self._device)
+                inline_probe(entry.readout.probe, self._device)
                 for entry in job.entries
                 if entry.readout.probe is not None
             ]

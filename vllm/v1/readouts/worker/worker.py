@@ -31,7 +31,7 @@ from vllm.v1.readouts.worker.jobs import (
     no_rows,
     reads,
 )
-from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, reduce_rows
+from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, part_of, reduce_rows
 from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.operations import Operations
@@ -216,7 +216,7 @@ class WorkerReadouts:
             case "custom" if readout.step:
                 return "step", readout.module, len(readout.taps)
             case "probe" if readout.probe is not None:
-                module = inline_probe(readout.probe, self._width, self._device)
+                module = inline_probe(readout.probe, self._device)
                 same = len(module.bias), module.activation, module.cosine
                 mixes = module.activation != "jumprelu"
                 # Probes of several requests are stacked if size and activation agree.
@@ -442,8 +442,9 @@ class WorkerReadouts:
         return found
 
     def _rows(self, job: Job, staging: torch.Tensor, first_row: int) -> torch.Tensor:
-        """A job's rows `[R, hidden_size]`."""
-        return staging[first_row:].index_select(0, job.index)
+        """A job's rows `[R, hidden_size]`, or what it reads of each."""
+        rows = staging[first_row:].index_select(0, job.index)
+        return part_of(rows, job.part)
 
     def _results(self, work: Sequence[Work], further: int) -> list[JobResult]:
         """The results of jobs, with arrays that may be on any device."""

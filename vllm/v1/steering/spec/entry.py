@@ -35,7 +35,7 @@ from vllm.v1.steering.spec.arrays import (
     write_rows,
 )
 from vllm.v1.steering.spec.feature import parse_feature
-from vllm.v1.steering.spec.heads import parse_heads
+from vllm.v1.steering.spec.heads import heads_of_entry
 from vllm.v1.steering.spec.matrix import (
     Rows,
     parse_positions,
@@ -204,7 +204,7 @@ def parse_entry(
 
     """
     op = _op(raw, at)
-    heads, of_row = parse_heads(raw, tap, model, at)
+    heads, of_row = heads_of_entry(raw, tap, model, at)
     if "from" in raw:
         raw = with_rows(raw, tap, of_row, at)
         raw = raw if heads is None else heads.cut(raw)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heads of a row on which an entry acts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.heads import parse_heads
 from vllm.v1.residual.point_shapes import PointShape, shape_of
-from vllm.v1.residual.selectors import as_list
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 
@@ -24,7 +23,7 @@ WIDE = ("vector", "vectors", "plane", "read", "target", "mask", "write")
 class Heads:
     """Some heads of the rows of a hook point."""
 
-    def __init__(self, numbers: list[int], shape: PointShape) -> None:
+    def __init__(self, numbers: Sequence[int], shape: PointShape) -> None:
         size = shape.head_size
         self._width = shape.width
         self._places = np.concatenate(
@@ -65,7 +64,7 @@ class Heads:
         return whole
 
 
-def parse_heads(
+def heads_of_entry(
     raw: Mapping[str, Any], tap: Tap, model: "SteeredModel", at: str
 ) -> "tuple[Heads | None, SteeredModel]":
     """The heads of an entry, and the model with the width that its vectors must have.
@@ -85,26 +84,8 @@ def parse_heads(
         if shape.width == model.hidden_size:
             return None, model
         return None, replace(model, hidden_size=shape.width)
-    where, numbers = f"{at}.heads", as_list(raw["heads"])
-    if not shape.heads:
-        raise fail(
-            f"{where}: the rows of {tap[1]} do not consist of heads; those of q, k, v "
-            "and z do",
-            where,
-            shown(numbers),
-        )
-    is_list = isinstance(numbers, (list, tuple)) and bool(numbers)
-    if not is_list or any(
-        type(number) is not int or not 0 <= number < shape.heads for number in numbers
-    ):
-        raise fail(
-            f"{where}: {shown(numbers)} must list heads; {tap[1]} of layer {tap[0]} "
-            f"has the heads 0 to {shape.heads - 1}",
-            where,
-            numbers,
-        )
-    if len(set(numbers)) < len(numbers):
-        raise fail(f"{where}: a head is listed twice", where, numbers)
+    where = f"{at}.heads"
+    numbers = parse_heads(raw["heads"], tap, shape, where, fail)
     if raw.get("norm_match"):
         raise fail(
             f"{where}: norm_match scales by the norm of the whole row; leave one of "
@@ -112,5 +93,5 @@ def parse_heads(
             where,
             numbers,
         )
-    heads = Heads(list(numbers), shape)
+    heads = Heads(numbers, shape)
     return heads, replace(model, hidden_size=heads.width)

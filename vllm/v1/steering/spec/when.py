@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy as np
 from vllm.v1.residual.addresses import resolve_tap, why_not
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
+from vllm.v1.residual.point_shapes import width_at
 from vllm.v1.residual.selectors import layer_index
-from vllm.v1.residual.tap import INNER_POINTS, Tap
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
@@ -57,7 +59,8 @@ class _Probe(NamedTuple):
     bias: float
     cosine: bool
     activation: str
-    tap: Tap | None
+    tap: Tap
+    """Where it reads."""
     name: str
 
 
@@ -84,12 +87,13 @@ def parse_when(
         raise fail(f"{at}: unknown key {shown(unknown[0])}; {FORM}", at, unknown[0])
     values = read(raw, KEYS, model, at)
     probe = _probe(values, model, at)
-    tap = _tap(values, probe, model, at)
+    tap = probe.tap
     if not is_known_at(tap, entry):
         raise fail(
             f"{at}: the probe reads {tap[1]} of layer {tap[0]}, which is not known "
             f"when the entry acts, at {entry[1]} of layer {entry[0]}; read at the same "
-            "hook point, at pre_attn of the same layer, or in an earlier layer",
+            "hook point, at one that every model computes before it, such as pre_attn "
+            "of the same layer, or in an earlier layer",
             at,
             {"layer": tap[0], "hook": tap[1]},
         )
@@ -127,9 +131,11 @@ def _probe(values: Values, model: "SteeredModel", at: str) -> _Probe:
             f"{at}.index",
             values["index"],
         )
-    vector = parse_vector(probe, model, f"{at}.probe")
+    tap = _tap(values, None, "", model, at)
+    read = replace(model, hidden_size=width_at(model.shapes, model.hidden_size, tap))
+    vector = parse_vector(probe, read, f"{at}.probe")
     bias, cosine = values["bias"] or 0.0, bool(values["cosine"])
-    return _Probe(_unit(vector, cosine, at), bias, cosine, "none", None, "")
+    return _Probe(_unit(vector, cosine, at), bias, cosine, "none", tap, "")
 
 
 def _named(name: str, values: Values, model: "SteeredModel", at: str) -> _Probe:
@@ -158,10 +164,13 @@ def _named(name: str, values: Values, model: "SteeredModel", at: str) -> _Probe:
             name,
         )
     vector = np.ascontiguousarray(found.vectors[index], dtype=np.float32)
-    if vector.shape != (model.hidden_size,):
+    label = name if rows == 1 else f"{name}[{index}]"
+    tap = _tap(values, found.tap, label, model, at)
+    width = width_at(model.shapes, model.hidden_size, tap)
+    if vector.shape != (width,):
         raise fail(
-            f"{at}.probe: {shown(name)} is for rows of width {len(vector)}, and this "
-            f"model's have {model.hidden_size}",
+            f"{at}.probe: {shown(name)} is for rows of width {len(vector)}, and those "
+            f"of {tap[1]} have {width} numbers",
             f"{at}.probe",
             name,
         )
@@ -170,8 +179,8 @@ def _named(name: str, values: Values, model: "SteeredModel", at: str) -> _Probe:
         float(found.bias[index]),
         found.cosine,
         found.activation,
-        found.tap,
-        name if rows == 1 else f"{name}[{index}]",
+        tap,
+        label,
     )
 
 
@@ -186,10 +195,13 @@ def _unit(vector: Vector, cosine: bool, at: str) -> Vector:
     return (wide / np.linalg.norm(wide)).astype(np.float32)
 
 
-def _tap(values: Values, probe: _Probe, model: "SteeredModel", at: str) -> Tap:
+def _tap(
+    values: Values, own: Tap | None, name: str, model: "SteeredModel", at: str
+) -> Tap:
+    """Where the probe reads; `own` is where the probe of that name says it does."""
     layer, hook = values["layer"], values["hook"]
-    if layer is None and hook is None and probe.tap is not None:
-        layer, hook = probe.tap
+    if layer is None and hook is None and own is not None:
+        layer, hook = own
     index = layer_index(layer)
     tap = None
     if isinstance(hook, str) and (layer is None or index is not None):
@@ -206,17 +218,10 @@ def _tap(values: Values, probe: _Probe, model: "SteeredModel", at: str) -> Tap:
             {"layer": layer, "hook": hook},
         )
     layer, hook = tap[0], tap[1]
-    if hook in INNER_POINTS:
+    if own is not None and own != (layer, hook):
         raise fail(
-            f"{at}.hook: a condition reads the stream, not {hook}, which is inside the "
-            "block; name pre_attn, post_attn or post_block",
-            f"{at}.hook",
-            hook,
-        )
-    if probe.tap is not None and probe.tap != (layer, hook):
-        raise fail(
-            f"{at}: the probe {shown(probe.name)} was made for {probe.tap[1]} of layer "
-            f"{probe.tap[0]}; leave out layer and hook",
+            f"{at}: the probe {shown(name)} was made for {own[1]} of layer {own[0]}; "
+            "leave out layer and hook",
             at,
             {"layer": layer, "hook": hook},
         )

@@ -191,18 +191,21 @@ class Phase:
         fired: FiredCounts | None,
     ) -> tuple[dict[Gate, Instruction], dict[Tap, Instruction]]:
         """Upload the probes of gates, and the additions at the hook points `summed`."""
-        vectors = Vectors(width)
-        probes = {
-            gate: vectors.add(gate.condition.vector)
-            for gate in in_columns([*self._decided_here, *self._deciding])
+        vectors = {width: Vectors(width)}
+        probes: dict[Gate, tuple[int, int]] = {}
+        for gate in in_columns([*self._decided_here, *self._deciding]):
+            probe = gate.condition.vector  # As wide as the rows that it reads.
+            own = vectors.setdefault(len(probe), Vectors(len(probe)))
+            probes[gate] = len(probe), own.add(probe)
+        sums = {
+            tap: draft_sum(added[tap], vectors[width]) for tap in added if tap in summed
         }
-        sums = {tap: draft_sum(added[tap], vectors) for tap in added if tap in summed}
-        table = vectors.upload(self.device)
+        tables = {size: one.upload(self.device) for size, one in vectors.items()}
         made = {
-            gate: probe_of(gate, table[at : at + 1], fired)
-            for gate, at in probes.items()
+            gate: probe_of(gate, tables[size][at : at + 1], fired)
+            for gate, (size, at) in probes.items()
         }
-        return made, {tap: draft(table) for tap, draft in sums.items()}
+        return made, {tap: draft(tables[width]) for tap, draft in sums.items()}
 
     def _decided(
         self, gates: Iterable[Gate], fired: FiredCounts | None

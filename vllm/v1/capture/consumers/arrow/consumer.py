@@ -87,9 +87,8 @@ def _check_widths(spec: CaptureSpec, ctx: CaptureContext, where: str) -> None:
     for hook, layers in spec.hooks.items():
         for layer in layers:
             tap = layer, str(hook)
-            widths.setdefault(
-                width_at(ctx.point_shapes, ctx.hidden_size, tap), f"{hook} of {layer}"
-            )
+            width = width_at(ctx.point_shapes, ctx.hidden_size, tap, spec.heads)
+            widths.setdefault(width, f"{hook} of {layer}")
     if len(widths) > 1:
         said = ", ".join(f"{name} has {width}" for width, name in widths.items())
         raise fail(
@@ -130,7 +129,13 @@ class _Tables:
         self._shards.add(
             # One open table per thread, so that threads need not wait for each other.
             [
-                (tag, number, form, described["hidden_size"])
+                (
+                    tag,
+                    number,
+                    form,
+                    described["hidden_size"],
+                    tuple(described.get("heads", ())),
+                )
                 for number in range(self._tables)
             ],
             lambda _: TableShard(self._params, workspace, tag, described, form),

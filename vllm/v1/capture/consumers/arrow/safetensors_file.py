@@ -118,6 +118,7 @@ def _head(ordered: list[CaptureFinalize], request_id: str) -> bytes:
             "layer_convention": sidecar["layer_convention"],
             "request_id": request_id,
             "taps": json.dumps([list(finalize.key[1:]) for finalize in ordered]),
+            **({"heads": json.dumps(sidecar["heads"])} if "heads" in sidecar else {}),
         },
         "token_ids": _tensor("I64", shape[:1], ends[0:2]),
         "positions": _tensor("I64", shape[:1], ends[1:3]),

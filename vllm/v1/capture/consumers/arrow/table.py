@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of captured rows to Arrow record batches and back."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ def _values_field(
         stored = "bits, little-endian"
     return pa.field("values", values, nullable=nullable), {
         "hidden_size": str(width),
+        **({"heads": json.dumps(sidecar["heads"])} if "heads" in sidecar else {}),
         "captured_dtype": dtype,
         "stored_dtype": stored,
         "widened": str(dtype not in VALUE_TYPES and widen).lower(),

@@ -167,7 +167,7 @@ def key_json(
         "hook": sidecar["hook"],
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
         **{name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)},
-        **_readout(sidecar),
+        **_kind_of_rows(sidecar),
         **_note(sidecar),
         **_encoding(encoder),
     }
@@ -209,7 +209,7 @@ def entry(
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
         **_encoding(encoder),
         **own,
-        **_readout(sidecar),
+        **_kind_of_rows(sidecar),
         **_note(sidecar),
     }
 
@@ -222,8 +222,9 @@ def _encoding(encoder: KeyEncoder) -> dict[str, Any]:
     }
 
 
-def _readout(sidecar: dict[str, Any]) -> dict[str, Any]:
-    return {"readout": sidecar["readout"]} if "readout" in sidecar else {}
+def _kind_of_rows(sidecar: dict[str, Any]) -> dict[str, Any]:
+    """What is said only of rows of some heads, and of results of readouts."""
+    return {name: sidecar[name] for name in ("heads", "readout") if name in sidecar}
 
 
 def _note(sidecar: dict[str, Any]) -> dict[str, str]:

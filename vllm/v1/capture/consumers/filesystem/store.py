@@ -37,6 +37,8 @@ class StoredRows:
     codec: dict[str, Any]
     positions: Sequence[int]
     token_ids: Sequence[int | None]
+    heads: Sequence[int] = ()
+    """The heads of which a row consists; empty if it is whole."""
 
     def __len__(self) -> int:
         return self.num_rows
@@ -324,4 +326,5 @@ def _stored(
         codec=entry.get("codec", {"name": "raw"}),
         positions=entry.get("positions") or facts.get("positions") or (),
         token_ids=entry.get("token_ids") or facts.get("token_ids") or (),
+        heads=tuple(entry.get("heads", ())),
     )

@@ -69,6 +69,13 @@ class MemoryConsumer(CaptureConsumer):
         where = f"capture.{instance}"
         raw = plain(raw)
         spec = parse_spec(raw, ctx, where, (self.name_key,))
+        if spec.heads:
+            raise fail(
+                f"{where}.heads: kept rows are whole, because a patch may take any "
+                "head of them; leave it out, and read the columns of the heads",
+                f"{where}.heads",
+                raw["heads"],
+            )
         name = raw.get(self.name_key)
         if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise fail(
