@@ -2,8 +2,14 @@
 """Every view in Chromium, on the demo model and on SmolLM2."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import fields
+from io import StringIO
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -18,6 +24,7 @@ from tests.support.real_model import real_model
 from tests.support.server import Server
 from tests.v1.readouts._reading import draw
 from tests.v1.residual.sae import _layouts
+from vllm import LLM, EngineArgs
 from vllm.v1.readouts.modules import save_probe
 
 pytestmark = [pytest.mark.page, pytest.mark.e2e, pytest.mark.slow]
@@ -27,15 +34,19 @@ WIDTHS = {"demo": 192, "smollm2": 576}
 LAYERS = {"demo": 6, "smollm2": 30}
 HEADS = {"demo": 6, "smollm2": 9}
 PROMPT = "Anna went to the garden after lunch."
+VIEWS = ("write", "lens", "attention", "steer", "patch", "features", "server")
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
 class Keyed(Server):
     """A server that asks for a key."""
 
+    modules: dict[str, Any]
+    """The options of `LLM` for the server's files."""
+
     def _request(self, path: str, body: Any, headers: dict[str, str]) -> Any:
         key = {"Authorization": f"Bearer {KEY}"}
-        return super()._request(path, body, headers | key)
+        return super()._request(path, body, key | headers)
 
 
 @pytest.fixture(scope="module", params=list(WIDTHS))
@@ -69,8 +80,32 @@ def server(
         *("--api-key", KEY, "--steering-api-key", "another"),
         *("--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"),
     )
+    server.modules = {
+        "readout_modules": {"mood": str(folder / "mood.safetensors")},
+        "sae": {"small": str(folder / "sae")},
+        "steering_modules": {"tone": str(folder / "tone.json")},
+    }
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module")
+def offline(server: Keyed) -> Iterator[LLM]:
+    """An engine with the server's model and options."""
+    llm = LLM(
+        str(server.log.parent / "model"),
+        **server.modules,
+        enable_readouts=True,
+        enable_patching=True,
+        hook_points=["q", "z"],
+        max_model_len=512,
+        max_num_seqs=8,
+        enforce_eager=True,
+        num_gpu_blocks_override=64,
+        disable_log_stats=False,
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +150,21 @@ def test_tokens_are_tinted(tab: Any, tint: str) -> None:
     assert "out=" in tab.url, "the generated text is in the URL"
 
 
+def test_another_tint_is_read_of_the_same_text(tab: Any) -> None:
+    generate(tab, tint="surprise")
+    tab.wait_for_selector(".token[title*=surprise] >> nth=-1")
+    tab.wait_for_timeout(400)
+    text, link = tab.inner_text(".tokens"), tab.url.partition("#")[2]
+    tab.select_option("label:has-text('Tint by') select", "norm")
+    tab.wait_for_selector(".token[title*='norm of a layer'] >> nth=12")
+    assert tab.inner_text(".tokens") == text
+    show(tab, view="lens", prompt="Something else entirely")
+    tab.wait_for_selector(".tokens >> text=entirely")
+    tab.evaluate("hash => { location.hash = hash }", link)
+    tab.wait_for_selector(".token[title*=surprise] >> nth=12")
+    assert tab.inner_text(".tokens").split() == text.split()
+
+
 def test_the_url_shows_the_same_text_again(tab: Any) -> None:
     generate(tab)
     tab.wait_for_timeout(400)
@@ -155,6 +205,19 @@ def test_steering_shows_the_pair_its_dose_and_divergence(tab: Any) -> None:
     assert "post_block 2" in tab.inner_text("table")
 
 
+def test_it_is_told_where_conditions_fired(tab: Any) -> None:
+    width = WIDTHS[model_of(tab)]
+    place = {"layer": 1, "hook": "post_block"}
+    when = {"probe": [1.0] * width, **place, "above": -1e9}
+    entry = {"vector": [1.0] * width, "when": when}
+    vector = json.dumps({"post_block": {"2": entry}})
+    show(tab, view="steer", prompt=PROMPT, vector=vector, max=4)
+    tab.wait_for_selector("h3:text-is('Where conditions fired')")
+    told = tab.inner_text("main ul li")
+    found = re.search(r"layer 1, \S+: (\d+) of (\d+) tokens, first at position 0", told)
+    assert found and found[1] == found[2] != "0", told
+
+
 def test_a_pasted_vector_is_checked_where_it_is_pasted(tab: Any) -> None:
     show(tab, view="steer", prompt=PROMPT, vector="[1, 2")
     assert "JSON" in tab.inner_text("fieldset .problem")
@@ -193,6 +256,8 @@ def test_a_sweep_fills_the_map_and_a_cell_is_completed(tab: Any) -> None:
     tab.keyboard.press("Enter")
     tab.wait_for_selector("h3:text-is('Completion with this cell patched')")
     assert tab.locator("main .problem").count() == 0
+    tab.wait_for_timeout(400)
+    assert "cell=%5B1%2C0%5D" in tab.url
 
 
 def test_a_head_of_attention_its_score_and_its_ablation(tab: Any) -> None:
@@ -203,27 +268,93 @@ def test_a_head_of_attention_its_score_and_its_ablation(tab: Any) -> None:
     tab.wait_for_selector("section:has(h3:text-is('Head 1')) .token[style]")
     tab.click(".heads .head >> nth=0")
     tab.wait_for_selector("h3:text-is('Head 0')")
-    tab.click("button:has-text('to the first token')")
-    tab.wait_for_selector("[aria-label^='Heads by their score']")
+    for score in (
+        "to the previous token",
+        "to the first token",
+        "induction",
+        "entropy",
+    ):
+        tab.click(f"button:has-text('{score}')")
+        tab.wait_for_selector(f"[aria-label^='Heads by their score {score}']")
     tab.click("button:has-text('Ablate head 0')")
     tab.wait_for_selector("h3:text-is('Next token after')")
+    tab.check("text=who looks at the token")
+    tab.click("section:has(h3:text-is('Head 0')) .token >> nth=2")
     assert tab.locator("main .problem").count() == 0
+    tab.wait_for_timeout(400)
+    for part in ("score=entropy", "ablate=true", "back=true", "token=2", "head=0"):
+        assert part in tab.url
 
 
-@pytest.mark.parametrize("view", ["write", "lens", "steer", "features"])
-def test_each_view_copies_its_request(tab: Any, view: str) -> None:
-    show(tab, view=view, prompt=PROMPT, scales='{"tone": 1}', token=2)
-    for name, part in {
-        "curl": "curl -sN http",
-        "client": "from clearbox_client import Client",
-        "LLM": "from vllm import LLM",
-    }.items():
-        tab.click(f".copy >> button:text-is('{name}')")
-        tab.wait_for_selector(f".copy pre >> text={part}")
-        text = tab.inner_text(".copy pre")
-        assert KEY not in text
-        if name != "curl":
-            compile(text, name, "exec")
+def test_a_long_text_is_cut_to_what_a_request_may_read(tab: Any) -> None:
+    long = "Anna went to the garden. " * 100
+    show(tab, view="attention", prompt=long, layer=1, head=0, score="induction")
+    tab.wait_for_selector("text=/The first \\d+ tokens are shown/")
+    tab.wait_for_selector("[aria-label^='Heads by their score induction']")
+    assert tab.locator("main .problem").count() == 0
+    box = tab.locator(".heads canvas >> nth=0").bounding_box()
+    assert box["width"] <= 90, "heads of a long text are small maps too"
+
+
+@pytest.mark.parametrize("view", ["lens", "attention", "features"])
+def test_a_prompt_can_be_typed_in_each_view(tab: Any, view: str) -> None:
+    show(tab, view=view)
+    tab.type("textarea", "Anna went", delay=150)
+    tab.wait_for_selector(".tokens >> text=went")
+    tab.type("textarea", " home", delay=300)
+    tab.wait_for_selector(".tokens >> text=home")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_each_view_copies_can_be_run(
+    tab: Any,
+    server: Keyed,
+    offline: LLM,
+    view: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Started:
+        """Checks its options, and is the engine that is there."""
+
+        def __new__(cls, model: str, **options: Any) -> Any:
+            assert options.keys() <= {one.name for one in fields(EngineArgs)}
+            for name, modules in server.modules.items():
+                assert options.get(name, {}).keys() <= modules.keys()
+            assert model == offline.llm_engine.model_config.model
+            return offline
+
+    monkeypatch.setattr("vllm.LLM", Started)
+    monkeypatch.setenv("API_KEY", KEY)
+    asked = {"prompt": PROMPT, "token": 2, "max": 4, "tint": "probe:mood"}
+    asked |= {"scales": '{"tone": 1}', "feature": 3, "clamp": 5, "ablate": "true"}
+    show(tab, view=view, clean=PROMPT, corrupt=PROMPT, answer=" She", **asked)
+    tab.wait_for_selector(".copy")
+    if view not in ("patch", "server"):
+        tab.wait_for_timeout(1500)  # Requests name the tokens of the text.
+    for group in tab.locator(".copy").all():
+        said = []
+        for name in ("curl", "client", "LLM"):
+            group.locator(f"button:text-is('{name}')").click()
+            text = group.locator("pre").inner_text()
+            assert KEY not in text
+            said.append(run_snippet(name, text))
+        if view == "write":
+            assert said[1].partition(" {")[0] == said[2].partition(" {")[0]
+
+
+def run_snippet(name: str, text: str) -> str:
+    if name == "curl":
+        if shutil.which("curl") is None:
+            return ""
+        command = ["bash", "-c", text]
+        done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+        assert done.returncode == 0 and '"error"' not in done.stdout, done.stdout[:500]
+        return done.stdout
+    said = StringIO()
+    with redirect_stdout(said):
+        exec(compile(text, name, "exec"), {})
+    assert said.getvalue()
+    return said.getvalue()
 
 
 def test_markup_is_shown_and_not_run(tab: Any) -> None:
@@ -258,13 +389,35 @@ def test_the_key_is_nowhere(tab: Any, server: Server) -> None:
     assert KEY not in server.log.read_text()
 
 
-def test_a_lost_connection_is_said_and_resumed(tab: Any) -> None:
-    show(tab, view="server")
-    tab.wait_for_selector("th:text-is('inline')")
+@pytest.mark.parametrize("view", ["server", "lens", "write"])
+def test_a_lost_connection_is_said_and_resumed(tab: Any, view: str) -> None:
+    show(tab, view=view, prompt=PROMPT, max=4)
+    shown = {"server": "th:text-is('inline')", "lens": ".lens", "write": ".token"}
+    tab.wait_for_selector(shown[view])
     tab.context.set_offline(True)
+    if view == "lens":
+        tab.click(".token >> nth=1")
+    elif view == "write":
+        tab.click("button:has-text('Generate')")
     tab.wait_for_selector(".problem >> text=Trying again")
     tab.context.set_offline(False)
     tab.wait_for_selector(".problem", state="detached")
+    if view == "write":
+        tab.wait_for_selector("text=/first token after/")
+
+
+def test_a_module_that_is_registered_later_is_there(tab: Any, server: Server) -> None:
+    show(tab, view="write", prompt=PROMPT)
+    spec = {"post_block": {"1": [1.0] * WIDTHS[model_of(tab)]}}
+    body = {"name": "late", "vectors": spec}
+    key = {"Authorization": "Bearer another"}
+    answer = server.post("/v1/steering/modules/register", body, **key)
+    assert answer.status == 200, answer.body
+    show(tab, view="steer", prompt=PROMPT)
+    tab.wait_for_selector("fieldset >> text=late")
+    show(tab, view="server")
+    tab.click("summary:text-is('Named vectors')")
+    tab.wait_for_selector("pre >> text=/late/")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -277,7 +430,7 @@ def test_nothing_is_wider_than_a_small_screen(
     small.fill("input[name=key]", KEY)
     small.click("form button")
     small.wait_for_selector("textarea")
-    for view in ("write", "lens", "attention", "steer", "features", "server"):
+    for view in VIEWS:
         show(small, view=view, prompt=PROMPT)
         small.wait_for_timeout(500)
         assert small.evaluate("document.documentElement.scrollWidth") <= 360, view
@@ -308,7 +461,7 @@ def test_each_view_passes_an_accessibility_audit(tab: Any, scheme: str) -> None:
     """The rules of axe-core, contrast and names for screen readers among them."""
     tab.emulate_media(color_scheme=scheme)
     broken = []
-    for view in ("write", "lens", "attention", "steer", "patch", "features", "server"):
+    for view in VIEWS:
         show(tab, view=view, prompt=PROMPT, token=3, tint="norm")
         tab.wait_for_timeout(1500)
         for found in Axe().run(tab).response["violations"]:

@@ -90,6 +90,7 @@ export async function* events(path, body, signal) {
 }
 
 // Calls `work` again after a lost connection until it succeeds or `signal` is aborted.
+// `onState` gets what to say about the connection, null once there is nothing to say.
 export async function persistently(work, onState, signal) {
   for (;;) {
     try {
@@ -98,7 +99,7 @@ export async function persistently(work, onState, signal) {
       return found;
     } catch (error) {
       if (error.status !== 0 || signal?.aborted) throw error;
-      onState(error);
+      onState(`${error.message} Trying again.`);
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
       if (signal?.aborted) throw new DOMException("aborted", "AbortError");
     }
@@ -121,8 +122,13 @@ export async function tokenTexts(model, ids) {
   return (id) => texts.get(id) ?? "#" + id;
 }
 
+// The path of a model by its name on the server; `LLM` takes the path.
+const paths = new Map();
+export const pathOf = (model) => paths.get(model) ?? model;
+
 export async function facts() {
   const models = await ask("/v1/models"); // First and alone: it may ask for the key.
+  for (const { id, root } of models.data) paths.set(id, root);
   const [capture, readouts, steering, layers, modules] = await Promise.all([
     optional("/v1/capture"),
     optional("/v1/readouts"),

@@ -40,11 +40,11 @@ function App() {
   const [found, setFound] = useState(null);
   const [error, setError] = useState(null);
   const [asked, setAsked] = useState(0); // How often a key was given.
-  useEffect(() => subscribe(setNow), []);
-  useEffect(() => {
-    persistently(facts, setError).then(setFound, setError);
-  }, [asked]);
   const name = now.view in VIEWS ? now.view : "write";
+  useEffect(() => subscribe(setNow), []);
+  useEffect(() => { // Modules may have been registered since the last view was shown.
+    persistently(facts, setError).then(setFound, setError);
+  }, [asked, name]);
   const names = found?.models.map((model) => model.id) ?? [];
   const model = names.includes(now.model) ? now.model : names[0];
   return html`<header><h1>Clearbox lens</h1>
@@ -54,7 +54,7 @@ function App() {
       ${names.length > 1 ? html`<${Choice} label="Model" value=${model} options=${names} onChange=${(one) => update({ model: one })} />`
         : html`<span class="note">${model}</span>`}</header>
     <main>${error?.status === 401 ? html`<${KeyForm} wrong=${asked > 0} onKey=${() => setAsked(asked + 1)} />`
-      : html`<${Problem} error=${error && (error.status === 0 ? `${error.message} Trying again.` : error)} />
+      : html`<${Problem} error=${error} />
         ${found ? html`<h2 class="hidden">${name}</h2><${View} key=${name} name=${name} model=${model} facts=${found} state=${now} update=${update} />`
           : !error && html`<p class="note">Asking the server …</p>`}`}</main>`;
 }

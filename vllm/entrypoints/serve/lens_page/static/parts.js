@@ -2,17 +2,17 @@
 
 import { html, useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { asClient, asCurl, asLLM } from "./copy.js";
-import { ask } from "./api.js";
+import { ask, persistently } from "./api.js";
 import { currentText } from "./text.js";
 
 const FORMS = { curl: asCurl, client: asClient, LLM: asLLM };
 
-// `request` is { path, body } of what the view has sent, or would send.
+// `request` is { path, body } of what the view has sent, or would send; without a body a GET.
 export function Copy({ request }) {
   const [shown, show] = useState(null);
   if (!request) return null;
   const copy = async (name) => {
-    const text = FORMS[name](request.path, request.body);
+    const text = FORMS[name](request);
     show({ name, text });
     try {
       await navigator.clipboard.writeText(text);
@@ -73,7 +73,8 @@ export function PromptBox({ state, update, onRun, rows = 3 }) {
   </div>`;
 }
 
-// Runs one piece of work at a time: a new one ends the one before.
+// Runs one piece of work at a time: a new one ends the one before. What a lost connection
+// has ended is begun again.
 export function useWork() {
   const [busy, setBusy] = useState(false);
   const [error, setError] = useState(null);
@@ -86,7 +87,8 @@ export function useWork() {
     setBusy(true);
     setError(null);
     try {
-      return await work(mine.signal);
+      return await persistently(() => work(mine.signal),
+        (told) => { if (running.current === mine) setError(told); }, mine.signal);
     } catch (failure) {
       if (failure.name !== "AbortError" && running.current === mine) setError(failure);
     } finally {
@@ -103,14 +105,12 @@ export function useText(model, state) {
   const [error, setError] = useState(null);
   const key = JSON.stringify([state.mode, state.system, state.prompt, state.out]);
   useEffect(() => {
-    let current = true;
+    const ending = new AbortController();
+    const when = (act) => (value) => { if (!ending.signal.aborted) act(value); };
     const timer = setTimeout(() => {
-      currentText(model, state).then(
-        (found) => { if (current) { setText(found); setError(null); } },
-        (failure) => { if (current) setError(failure); },
-      );
+      persistently(() => currentText(model, state), when(setError), ending.signal).then(when(setText), when(setError));
     }, 200);
-    return () => { current = false; clearTimeout(timer); };
+    return () => { ending.abort(); clearTimeout(timer); };
   }, [model, key]);
   return { text, error };
 }

@@ -36,8 +36,10 @@ function Lens({ tokens, lens, texts }) {
 
 function Attention({ tokens, weights, layer }) {
   const [head, choose] = useState(0);
+  const [at, setAt] = useState();
+  const [back, setBack] = useState(false);
   return html`<section><h3>Attention of layer ${layer}</h3><${SmallHeads} weights=${weights} head=${head} onPick=${choose} />
-    <${HeadText} tokens=${tokens} weights=${weights} head=${head} /></section>`;
+    <${HeadText} tokens=${tokens} weights=${weights} head=${head} at=${at} back=${back} onAt=${setAt} onBack=${setBack} /></section>`;
 }
 
 function Attribution({ tokens, positions, taps, logits }) {

@@ -1,37 +1,55 @@
 // Attention patterns: one head over its text, and all heads of a layer as small maps.
 
-import { html, useState } from "../vendor/preact-htm.js";
+import { html, useEffect, useState } from "../vendor/preact-htm.js";
 import { Heatmap } from "./heatmap.js";
 import { rangeOf, short, visible } from "./tint.js";
 import { TokenText } from "./tokens.js";
 
 const WHOLE = [0, 1];
 
-// `weights` [heads, queries, keys].
-export function HeadText({ tokens, weights, head }) {
-  const [at, setAt] = useState(tokens.length - 1);
-  const [back, setBack] = useState(false);
+const SMALL = 84; // Pixels of a small map; of longer texts each shows the largest weights.
+
+// `weights` [heads, queries, keys]; `at` is the chosen token, and `back` whether the text
+// shows who looks at it.
+export function HeadText({ tokens, weights, head, at, back, onAt, onBack }) {
+  const [below, setBelow] = useState(null); // The token below the pointer.
+  useEffect(() => setBelow(null), [at]);
   const pattern = weights[head];
-  const place = Math.min(at, tokens.length - 1);
+  const place = Math.min(below ?? at ?? Infinity, tokens.length - 1);
   const values = tokens.map((_, other) => (back ? pattern[other]?.[place] : pattern[place]?.[other]) ?? NaN);
   const hover = (event) => {
     const found = event.target.dataset?.place;
-    if (found !== undefined) setAt(Number(found));
+    if (found !== undefined) setBelow(Number(found));
   };
   return html`<section><h3>Head ${head}</h3>
-    <label><input type="checkbox" checked=${back} onChange=${(e) => setBack(e.target.checked)} /> who looks at the token</label>
-    <${TokenText} tokens=${tokens} values=${values} range=${rangeOf(values)} chosen=${place} onPick=${setAt}
+    <label><input type="checkbox" checked=${back} onChange=${(e) => onBack(e.target.checked)} /> who looks at the token</label>
+    <${TokenText} tokens=${tokens} values=${values} range=${rangeOf(values)} chosen=${place} onPick=${onAt}
       onHover=${hover} name="attention" label="Text; point at a token to see where it looks" />
     <${Heatmap} rows=${pattern.length} columns=${tokens.length} value=${(q, k) => pattern[q][k] ?? NaN}
-      version=${head} range=${WHOLE} rowName=${(q) => `from ${q} ${visible(tokens[q].text)}`}
+      version=${head} range=${WHOLE} cell=${Math.max(2, Math.min(26, Math.floor(760 / tokens.length)))} rowName=${(q) => `from ${q} ${visible(tokens[q].text)}`}
       columnName=${(k) => `to ${k} ${visible(tokens[k].text)}`} label=${`Attention of head ${head}`} /></section>`;
 }
 
+function pooled(pattern, each) {
+  return (row, column) => {
+    let most = NaN;
+    for (let q = row * each; q < Math.min((row + 1) * each, pattern.length); q++) {
+      for (let k = column * each; k < (column + 1) * each; k++) {
+        const weight = pattern[q][k] ?? NaN;
+        if (!(most >= weight) && Number.isFinite(weight)) most = weight;
+      }
+    }
+    return most;
+  };
+}
+
 export function SmallHeads({ weights, head, onPick }) {
+  const each = Math.ceil(weights[0].length / SMALL);
+  const count = Math.ceil(weights[0].length / each);
   return html`<div class="heads">${weights.map((pattern, number) => html`<button type="button" key=${number}
     class=${"head" + (number === head ? " chosen" : "")} onClick=${() => onPick(number)} aria-pressed=${number === head}>
-    <${Heatmap} plain rows=${pattern.length} columns=${pattern.length} version=${pattern} range=${WHOLE}
-      cell=${Math.max(1, Math.floor(84 / pattern.length))} value=${(q, k) => pattern[q][k] ?? NaN}
+    <${Heatmap} plain rows=${count} columns=${count} version=${pattern} range=${WHOLE}
+      cell=${Math.max(1, Math.floor(SMALL / count))} value=${pooled(pattern, each)}
       label=${`head ${number}`} /><span>${number}</span></button>`)}</div>`;
 }
 

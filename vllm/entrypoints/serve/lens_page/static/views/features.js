@@ -45,7 +45,7 @@ export function Features({ model, facts, state, update }) {
   } : null;
   const most = Math.max(10, ...(found?.values ?? []).filter(Number.isFinite), ...(found?.top ?? []).map(([, value]) => value));
   return html`<div>
-    ${!text?.tokens.length && html`<${PromptBox} state=${state} update=${update} />`}
+    <${PromptBox} state=${state} update=${update} rows="2" />
     <div class="row"><${Choice} label="Autoencoder" value=${sae.name} options=${saes.map(({ name }) => name)}
         onChange=${(name) => update({ sae: name, feature: null, clamp: null })} />
       <span class="note">${sae.features} features at ${sae.hook} of layer ${sae.layer}</span>

@@ -43,7 +43,7 @@ export function Lens({ model, facts, state, update }) {
   });
   const next = text?.tokens[place + 1];
   return html`<div>
-    ${!text?.tokens.length && html`<${PromptBox} state=${state} update=${update} />`}
+    <${PromptBox} state=${state} update=${update} rows="2" />
     <${Problem} error=${unread ?? error} />
     ${text && html`<${TokenText} tokens=${text.tokens} chosen=${place} prompt=${text.prompt} name="token"
       onPick=${(token) => update({ token })} />`}

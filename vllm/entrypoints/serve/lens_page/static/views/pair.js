@@ -51,15 +51,17 @@ export function Pair({ model, state, text, fields }) {
     return () => clearTimeout(timer);
   }, [key]);
 
-  const steered = requestOf(model, state, undefined, { ...fields, steering_receipt: true });
+  const steered = requestOf(model, state, undefined, fields ? { ...fields, steering_receipt: true } : {});
   const start = () => run(async (signal) => {
     runs.current = [newRun(), newRun()];
+    runs.key = key;
     const requests = [requestOf(model, state), steered];
     const onFrame = () => draw((n) => n + 1);
     await Promise.all(requests.map((request, side) =>
       generate(model, state, request, runs.current[side], { tint: "surprise", onFrame, signal })));
   });
-  const receipt = runs.current[1].receipt ?? next?.receipt;
+  const old = runs.key !== key; // The texts are those of other settings.
+  const receipt = (old ? null : runs.current[1].receipt) ?? next?.receipt;
   return html`<div>
     <div class="row"><button type="button" class="main" disabled=${!fields && !busy} onClick=${busy ? stop : start}>${
       busy ? "Stop" : "Generate both"}</button>
@@ -71,11 +73,11 @@ export function Pair({ model, state, text, fields }) {
       return html`<section key=${name}><h3>${name}</h3>
         ${next && html`<ol class="alternatives">${next.tops[side].slice(0, 5).map(([id, logprob]) => html`<li key=${id}>
           <span class="word">${visible(next.textOf(id))}</span> ${percent(logprob)}</li>`)}</ol>`}
-        <${TokenText} tokens=${tokens} values=${values} range=${rangeOf(values)} prompt=${given} name="surprise"
-          stamp=${stampOf(runs.current[side])} label=${`Tokens, ${name}`} /></section>`;
+        <div class=${old ? "stale" : ""}><${TokenText} tokens=${tokens} values=${values} range=${rangeOf(values)} prompt=${given}
+          name="surprise" stamp=${stampOf(runs.current[side])} label=${`Tokens, ${name}`} /></div></section>`;
     })}</div>
     <${Receipt} receipt=${receipt} />
-    <${Copy} request=${fields && steered} /></div>`;
+    <${Copy} request=${steered} /></div>`;
 }
 
 function doses(receipt) {

@@ -1,6 +1,6 @@
 // Patching: the map of layers, or heads, and positions fills in as cells arrive.
 
-import { html, useRef, useState } from "../vendor/preact-htm.js";
+import { html, useEffect, useRef, useState } from "../vendor/preact-htm.js";
 import { Choice, Copy, Needs, Problem, complete, hooksOf, useWork } from "../parts.js";
 import { events } from "../api.js";
 import { PatchMap } from "../draw/patch.js";
@@ -8,7 +8,7 @@ import { visible } from "../draw/tint.js";
 
 const METRICS = ["logprob", "logit_diff", "recovered", "kl"];
 const HEADS = new Set(["q", "k", "v", "z"]);
-const RUN = "lens-page";
+const SOURCES = new Set(["patch_source", "memory"]); // Consumers that keep runs.
 
 export function sweepOf(model, state) {
   const hook = state.point ?? "post_block";
@@ -69,18 +69,28 @@ export function Patch({ model, facts, state, update }) {
     const each = sweep.heads?.length ?? 1;
     const layer = sweep.layers[Math.floor(row / each)];
     const entry = {
-      op: "replace", from: { run: sweep.source ?? RUN }, positions: [sweep.positions[column]].flat(),
+      op: "replace", from: { run: sweep.source }, positions: [sweep.positions[column]].flat(),
       ...(sweep.heads ? { heads: [sweep.heads[row % each]] } : {}),
     };
     const body = {
       model, prompt: request.body.prompt, max_tokens: 12, temperature: 0,
       steering_vectors: { [hook]: { [layer]: [entry] } },
     };
-    setCell({ at: [row, column], body });
+    const found = {
+      at: [row, column], path: "/v1/completions", body,
+      sweep: { ...request.body, layers: [layer], positions: [sweep.positions[column]], run: sweep.source },
+    };
+    setCell(found);
+    update({ cell: [row, column] });
     const answer = await complete(body, signal);
-    if (!signal.aborted) setCell({ at: [row, column], body, text: answer.choices[0].text });
+    if (!signal.aborted) setCell({ ...found, text: answer.choices[0].text });
   });
-  if (error?.status === 404) return html`<${Needs} what="patching" flags="--enable-patching --enable-steering" reason=${error.message} />`;
+  useEffect(() => { // The cell of the URL, once its run is there.
+    if (sweep?.ended && state.cell && !cell) pick(...state.cell);
+  }, [sweep?.ended, sweep]);
+  if (!facts.capture?.consumers?.some(({ name }) => SOURCES.has(name)) || facts.steering?.error) {
+    return html`<${Needs} what="patching" flags="--enable-patching" />`;
+  }
   const field = (name, label) => html`<label class="block">${label}
     <input type="text" value=${state[name] ?? ""} onInput=${(e) => update({ [name]: e.target.value || null })} /></label>`;
   const names = [...new Set(layers.flatMap((layer) => points[layer]))];
@@ -93,7 +103,6 @@ export function Patch({ model, facts, state, update }) {
       <button type="button" class="main" onClick=${busy ? stop : start}>${busy ? "Stop" : "Sweep"}</button></div>
     <p class="note">Tokens usually begin with a space: “ Paris”.</p>
     <${Problem} error=${error} />
-    ${error?.status === 400 && /enable-patching/.test(error.message) && html`<${Needs} what="patching" flags="--enable-patching" />`}
     ${sweep && html`<progress max=${total} value=${sweep.ended ? total : sweep.done}
         aria-label="Cells that have arrived"></progress>
       ${Object.keys(sweep.grids).map((name) => html`<${PatchMap} key=${name} sweep=${sweep} hook=${name} version=${version}
@@ -103,5 +112,5 @@ export function Patch({ model, facts, state, update }) {
     <${Problem} error=${looking.error} />
     ${cell?.text !== undefined && html`<section aria-live="polite"><h3>Completion with this cell patched</h3>
       <p class="word">${visible(cell.text)}</p></section>`}
-    <${Copy} request=${cell ? { path: "/v1/completions", body: cell.body } : request} /></div>`;
+    <${Copy} request=${cell ?? request} /></div>`;
 }

@@ -32,16 +32,18 @@ export function newRun() {
   return { tokens: [], prompt: 0, values: [], changed: [], version: 0, receipt: null, first: NaN };
 }
 
+const PART = 50; // Tokens whose changes are counted together.
+
 function touch(run, place) {
   run.version++;
-  run.changed[Math.floor(place / 50)] = run.version;
+  run.changed[Math.floor(place / PART)] = run.version;
 }
 
 // The last change among tokens first … last - 1.
 export function stampOf(run) {
   return (first, last) => {
     let found = 0;
-    for (let part = Math.floor(first / 50); part <= Math.floor((last - 1) / 50); part++) {
+    for (let part = Math.floor(first / PART); part <= Math.floor((last - 1) / PART); part++) {
       found = Math.max(found, run.changed[part] ?? 0);
     }
     return found;
@@ -52,6 +54,11 @@ function set(run, place, value) {
   if (run.values[place] === value) return;
   run.values[place] = value;
   touch(run, place);
+}
+
+export function setAll(run, values) {
+  run.values = values;
+  run.tokens.forEach((_, place) => touch(run, place));
 }
 
 // Streams into `run` and calls `onFrame` at most once per animation frame.
@@ -65,8 +72,7 @@ export async function generate(model, state, request, run, { tint, onFrame, sign
   const given = tokenised(model, state).then((tokens) => {
     run.tokens.unshift(...tokens);
     run.prompt = tokens.length;
-    for (let place = 0; place < run.tokens.length; place++) touch(run, place);
-    if (tint === "surprise") tokens.forEach((_, place) => (run.values[place] = NaN));
+    setAll(run, tint === "surprise" ? tokens.map(() => NaN) : run.values);
     show();
   });
   given.catch(() => {});

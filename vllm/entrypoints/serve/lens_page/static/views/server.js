@@ -29,15 +29,15 @@ export function Server({ model, facts }) {
   useEffect(() => {
     const ending = new AbortController();
     const read = async () => {
-      const [metrics, capture, readouts, steering] = await Promise.all([
+      const [metrics, capture, readouts, steering, modules] = await Promise.all([
         call("/metrics", { signal: ending.signal }).then((answer) => answer.text()),
-        ...["/v1/capture", "/v1/readouts", "/v1/steering"].map((path) =>
+        ...["/v1/capture", "/v1/readouts", "/v1/steering", "/v1/steering/modules"].map((path) =>
           ask(path, { signal: ending.signal }).catch((failure) => {
             if (!failure.status) throw failure;
             return { error: failure.message };
           })),
       ]);
-      return { found: totals(metrics), capture, readouts, steering };
+      return { found: totals(metrics), capture, readouts, steering, modules };
     };
     const loop = async () => {
       while (!ending.signal.aborted) {
@@ -59,7 +59,7 @@ export function Server({ model, facts }) {
   const series = (names, valuesOf) => Object.entries(names).map(([name, label], k) =>
     ({ label, values: valuesOf(name), colour: colours[k] }));
   return html`<div>
-    <${Problem} error=${error && `${error.message} Trying again.`} />
+    <${Problem} error=${error} />
     <dl class="facts"><div><dt>model</dt><dd>${model}</dd></div>
       <div><dt>context</dt><dd>${facts.models[0]?.max_model_len ?? "–"} tokens</dd></div>
       <div><dt>width</dt><dd>${facts.layers?.hidden_size ?? "–"}</dd></div>
@@ -71,11 +71,11 @@ export function Server({ model, facts }) {
     ${shown && html`<${Consumers} capture=${shown.capture} />
       <${Tree} name="Readouts and modules" value=${shown.readouts} />
       <${Tree} name="Steering" value=${shown.steering} />
-      <${Tree} name="Named vectors" value=${facts.modules?.modules ?? {}} />
+      <${Tree} name="Named vectors" value=${shown.modules.modules ?? shown.modules} />
       <section><h3>Counters</h3><div class="wide"><table class="counters"><tbody>${[...shown.found].filter(([name]) => OURS.test(name)
         && !/_(bucket|created)$/.test(name)).map(([name, value]) => html`<tr key=${name}><th scope="row">${name}</th>
         <td>${short(value)}</td></tr>`)}</tbody></table></div></section>`}
-    <${Copy} request=${{ path: "/v1/completions", body: { model, prompt: "Hello", max_tokens: 8 } }} /></div>`;
+    <${Copy} request=${{ path: "/v1/capture", model }} /></div>`;
 }
 
 function Consumers({ capture }) {

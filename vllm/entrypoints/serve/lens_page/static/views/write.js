@@ -5,7 +5,7 @@ import { Choice, Copy, Problem, PromptBox, complete, hooksOf, modulesOf, useText
 import { TokenText } from "../draw/tokens.js";
 import { percent, rangeOf, short, visible } from "../draw/tint.js";
 import { idsOf, remember } from "../text.js";
-import { generate, newRun, requestOf, stampOf } from "./run.js";
+import { generate, newRun, requestOf, setAll, stampOf, valuesOf } from "./run.js";
 
 // The tints that the server has, as [name in the URL, label].
 export function tintsOf(facts) {
@@ -35,13 +35,18 @@ export function Write({ model, facts, state, update }) {
   const { text, error: unread } = useText(model, state);
   const tint = state.tint ?? "surprise";
   const readout = readoutOf(state, layers);
+  const tinted = JSON.stringify(readout);
+  const reading = useWork();
   const request = requestOf(model, state, readout ? { tint: readout } : undefined);
 
-  useEffect(() => { // A text of the URL, before anything is generated.
-    if (busy || !text || shown.current.tokens === text.tokens) return;
-    shown.current = { ...newRun(), tokens: text.tokens, prompt: text.prompt };
+  useEffect(() => { // A text of the URL, or another tint of what was generated.
+    if (busy || !text) return;
+    if (shown.current.tokens !== text.tokens) shown.current = { ...newRun(), tokens: text.tokens, prompt: text.prompt };
     draw((n) => n + 1);
-  }, [text]);
+    if (!state.out?.length || shown.current.tinted === tinted) return;
+    setAll(shown.current, []);
+    reading.run((signal) => tintAll(model, shown.current, readout, signal, frame));
+  }, [text, tinted]);
 
   const frame = () => {
     const next = rangeOf(shown.current.values);
@@ -51,12 +56,13 @@ export function Write({ model, facts, state, update }) {
     draw((n) => n + 1);
   };
   const start = () => run(async (signal) => {
-    const mine = newRun();
+    reading.stop();
+    const mine = { ...newRun(), tinted };
     shown.current = mine;
     range.current = [0, 1];
     await generate(model, state, request, mine, { tint, onFrame: frame, signal });
     if (signal.aborted) return;
-    if (tint === "surprise" && mine.prompt > 1) await tintPrompt(model, mine, signal);
+    if (tint === "surprise") await tintAll(model, mine, null, signal, frame, mine.prompt);
     frame();
     update(remember(state, mine.tokens, mine.prompt));
   });
@@ -77,7 +83,7 @@ export function Write({ model, facts, state, update }) {
     </div>
     ${!facts.readouts?.enabled && html`<p class="note">Tints by norms, probes and features need a server with
       <code> --enable-readouts</code>.</p>`}
-    <${Problem} error=${error ?? unread} /><${Problem} error=${note} />
+    <${Problem} error=${error ?? reading.error ?? unread} /><${Problem} error=${note} />
     <${TokenText} tokens=${tokens} values=${values} range=${range.current} chosen=${state.token ?? -1} prompt=${prompt}
       name=${label} stamp=${stampOf(shown.current)} onPick=${(token) => update({ token })} />
     <p class="note" data-first=${first}>${tokens.length} tokens${finish ? `; ended by ${finish}` : ""}${
@@ -86,21 +92,26 @@ export function Write({ model, facts, state, update }) {
     <${Copy} request=${request} /></div>`;
 }
 
-// Log-probabilities of a prompt are not streamed: they are asked for afterwards.
-async function tintPrompt(model, mine, signal) {
-  const prompt = idsOf({ tokens: mine.tokens.slice(0, mine.prompt) });
-  const answer = await complete({ model, prompt, max_tokens: 1, temperature: 0, prompt_logprobs: 3 }, signal);
-  const values = [...mine.values];
-  answer.choices[0].prompt_logprobs.forEach((found, place) => {
+// Tints the tokens before `end`, all by default. Streams do not carry log-probabilities of
+// the prompt, and a text of the URL has none.
+async function tintAll(model, mine, readout, signal, onFrame, end = mine.tokens.length) {
+  const prompt = idsOf({ tokens: mine.tokens.slice(0, end) });
+  const read = readout ? { readouts: { tint: readout } } : { prompt_logprobs: 3 };
+  const answer = await complete({ model, prompt, max_tokens: 1, temperature: 0, ...read }, signal);
+  if (signal.aborted) return;
+  const values = end < mine.tokens.length ? [...mine.values] : [];
+  mine.note = answer.readouts?.tint?.error;
+  for (const [place, value] of valuesOf(answer.readouts?.tint)) values[place] = value;
+  answer.choices[0].prompt_logprobs?.forEach((found, place) => {
     const own = found?.[prompt[place]];
     if (!own) return;
     values[place] = -own.logprob;
     const top = Object.values(found).map((one) => [one.decoded_token, one.logprob]);
     mine.tokens[place] = { ...mine.tokens[place], logprob: own.logprob, top };
   });
-  mine.values = values;
-  mine.version++;
-  mine.changed = mine.changed.map(() => mine.version);
+  mine.tinted = JSON.stringify(readout);
+  setAll(mine, values);
+  onFrame();
 }
 
 function Details({ token, place, value, label, update }) {
