@@ -68,7 +68,7 @@ MEANT = {
 PEERS = (
     *("extra_args", "hidden_states", "control_vector", "sae_clamp_specs"),
     *("sae_full_reconstruction_specs", "controller", "intervene", "interventions"),
-    "hotwire",
+    *("hotwire", "cvec", "sae_features"),
 )
 """Fields that other systems give a meaning to."""
 
@@ -106,6 +106,19 @@ def test_no_request_ignores_a_field_of_another_system(kind: Any, value: Any) -> 
                 kind.model_validate({"model": "m", **body})
             assert refused.value.parameter == where
             assert "use " in str(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize("kind", GENERATING, ids=lambda kind: kind.__name__)
+def test_no_request_ignores_a_field_with_a_term_of_the_field(kind: Any) -> None:
+    for name in ("logit_lens", "Ablations", "return_activations", "probe", "fwd_hooks",
+                 "residual", "intervention_type", "last_hidden_state"):  # fmt: skip
+        with pytest.raises(VLLMValidationError) as refused:
+            kind.model_validate({"model": "m", name: {"a": 1}})
+        assert refused.value.parameter == name
+
+
+def test_a_plugin_may_read_such_keys() -> None:
+    refuse_args({"probe_threshold": 1.5, "lens": True}, "vllm_xargs")
 
 
 @pytest.mark.parametrize("name", sorted({*PEERS, "nnsight"} - {"extra_args"}))

@@ -10,7 +10,7 @@ A supported field is a field of the request's class. A supported key of `vllm_xa
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import model_validator
@@ -88,6 +88,10 @@ FOREIGN: dict[str, str] = {
     "intervention": _STEER,
     "interventions": _STEER,
     "hotwire": _STEER,
+    "hook": f"send it as apply_hooks; {_LENS}",
+    "fwd_hooks": f"send them as apply_hooks; {_LENS}",
+    "sae_features": _SAE,
+    "cvec": _STEER,
     "nnsight": "code of a client does not run here; use capture, readouts and "
     "steering_vectors",
 }
@@ -100,7 +104,9 @@ MOST_COMPARED = 256
 """Most unknown names of an object that are compared letter by letter, at 30 µs each."""
 
 WORDS = ("steer", "capture", "readout", "patch", "residual_stream", "apply_hook")
-"""An unknown field whose name contains one of these is treated as misspelt."""
+"""An unknown field or key whose name contains one of these is treated as misspelt."""
+TERMS = ("ablat", "activation", "hidden_state", "interven", "lens", "probe", "residual")
+"""So is an unknown field of a request, which no plug-in reads, with one of these."""
 
 _VECTORS = '{"post_block": {"3": [...]}}'
 _CLAMPS = '{"post_block": {"3": [{"vector": [...], "max": 1.0}]}}'
@@ -179,7 +185,8 @@ def refuse_unknown(
     texts = sorted(one for one in names if isinstance(one, str))
     for number, name in enumerate(texts):
         remedy = FOREIGN.get(name)
-        known_meaning = remedy is not None or _has_our_word(name)
+        words = WORDS if inside else (*WORDS, *TERMS)
+        known_meaning = remedy is not None or _has_word(name, words)
         if not known_meaning and not (number < MOST_COMPARED and _is_close(name)):
             continue
         shown = name if len(name) <= 60 else name[:57] + "..."
@@ -201,9 +208,9 @@ def _refuse_other_kinds(name: str, value: Any) -> None:
     raise _error(name, f"{name}: {remedy}", value)
 
 
-def _has_our_word(name: str) -> bool:
+def _has_word(name: str, words: Sequence[str]) -> bool:
     lower = name.lower()[:60]
-    return any(word in lower for word in WORDS)
+    return any(word in lower for word in words)
 
 
 def _is_close(name: str) -> bool:
