@@ -80,7 +80,7 @@ test-hostile: venv  ## Attacks that take minutes: thousands of spoilt bodies, ba
 test-upstream: venv  ## Upstream's own tests of what the fork edits
 	PYTHONPATH=. $(BIN)/python -m tests.upstream.run -n $(JOBS)
 
-PEERS ?= transformer_lens saelens tables inspect_ai interp_engine
+PEERS ?= transformer_lens saelens tables inspect_ai interp_engine ray
 
 test-interop: venv  ## Other libraries on our engine, each in an environment of its own
 	@for peer in $(PEERS); do \

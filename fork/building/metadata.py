@@ -31,6 +31,8 @@ ENTRY_POINTS = {
     },
     "inspect_ai": {"clearbox": "vllm.interop.inspect_ai.registry"},
 }
+EXTRAS = {"ray": ("ray[data]>=2.55",)}
+"""Requirements of the fork's own extras: `ray` is for `vllm capture --ray`."""
 # PyPI has CUDA builds of these, which break `import transformers` with a CPU torch.
 _CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 _EXTRA = re.compile(
@@ -70,6 +72,9 @@ def fork_metadata(
     """Upstream's metadata with the fork's version, requirements and entry points."""
     upstream = message_from_string((release.dist_info / "METADATA").read_text())
     requires = [*upstream.get_all("Requires-Dist", []), *_own_requirements(checkout)]
+    requires += [
+        f'{item}; extra == "{extra}"' for extra, own in EXTRAS.items() for item in own
+    ]
     if device == "cpu":
         requires = [_for_cpu(item) for item in requires if not _is_cuda_only(item)]
     return Metadata(
@@ -77,7 +82,7 @@ def fork_metadata(
         summary=_summary(upstream),
         requires_python=upstream["Requires-Python"],
         requires=tuple(requires),
-        extras=tuple(upstream.get_all("Provides-Extra", [])),
+        extras=(*upstream.get_all("Provides-Extra", []), *EXTRAS),
         entry_points=_entry_points(release.dist_info / "entry_points.txt")
         | ENTRY_POINTS,
     )

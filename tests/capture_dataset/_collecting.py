@@ -75,6 +75,9 @@ class FakeRunner:
             text = tokens.continued(prompt, generated)
             yield Captured(prompt, values, positions, ids, text)
 
+    def readout_modules(self) -> dict[str, Any]:
+        return {}
+
     def close(self) -> None: ...
 
 

@@ -17,8 +17,9 @@ from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import NAME, Manifest
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
-from vllm.capture_dataset.remote import ServerRunner, positions_of
+from vllm.capture_dataset.remote import Server, positions_of
 from vllm.capture_dataset.runners import CaptureRunError
+from vllm.capture_dataset.servers import ServersRunner
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.v1.capture.errors import CaptureValidationError
@@ -82,7 +83,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
 def run(folder: Path, **rows: Any) -> Manifest:
     source = folder / "in.jsonl"
     source.write_text(json.dumps({"prompt": [5, 6, 7]}))
-    runner = ServerRunner("http://m", TOKENIZER, None, concurrency=1)
+    runner = ServersRunner([Server("http://m", TOKENIZER, None, concurrency=1)])
     plan = Plan.of(
         Survey.of(SourceSpec(path=source)),
         RowsSpec(**{"positions": "all", "max_tokens": 2} | rows),
@@ -175,7 +176,7 @@ def test_a_server_of_another_kind_is_refused(
 ) -> None:
     answers[path] = lambda told: told.update(instead=instead)
     with pytest.raises(CaptureValidationError, match="^server: .*--capture-consumers"):
-        ServerRunner("http://m", TOKENIZER, None, concurrency=1)
+        Server("http://m", TOKENIZER, None, concurrency=1)
 
 
 def test_what_was_asked_for_becomes_a_data_set(

@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.hf_reference import Reference, relative_error
 from tests.support.server import Server
-from vllm.capture_dataset import load_dataset
+from vllm.capture_dataset import load_dataset, remote
 from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
-from vllm.capture_dataset.remote import ServerRunner
+from vllm.capture_dataset.servers import ServersRunner
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.v1.capture.errors import CaptureValidationError
@@ -29,7 +29,8 @@ def test_a_servers_rows_become_a_data_set(
     source = tmp_path / "in.jsonl"
     prompts = [[20 + i, 30, 40 + 2 * i, *range(50, 50 + i)] for i in range(9)]
     source.write_text("\n".join(json.dumps({"prompt": p, "y": 1}) for p in prompts))
-    runner = ServerRunner(capture_server.url, None, None, concurrency=4)
+    server = remote.Server(capture_server.url, None, None, concurrency=4)
+    runner = ServersRunner([server])
     assert runner.model.name == "tiny" and runner.model.dtype == "float32"
     plan = Plan.of(
         Survey.of(SourceSpec(path=source, carry=("y",))),
@@ -79,9 +80,9 @@ def without_inline() -> Iterator[str]:
 
 def test_a_server_without_the_consumer_is_refused(without_inline: str) -> None:
     with pytest.raises(CaptureValidationError, match="--capture-consumers inline"):
-        ServerRunner(without_inline, None, None, concurrency=1)
+        remote.Server(without_inline, None, None, concurrency=1)
 
 
 def test_a_server_that_is_not_there_is_refused() -> None:
     with pytest.raises(CaptureValidationError, match="does not answer"):
-        ServerRunner("http://127.0.0.1:9", None, None, concurrency=1)
+        remote.Server("http://127.0.0.1:9", None, None, concurrency=1)

@@ -20,11 +20,11 @@ from tests.support.models import llama
 from tests.support.plugins import HOOKS, install
 from tests.support.server import Server
 from tests.v1.readouts._reading import HIDDEN, draw, write_modules
-from vllm.capture_dataset import load_dataset
+from vllm.capture_dataset import load_dataset, remote
 from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
-from vllm.capture_dataset.remote import ServerRunner
+from vllm.capture_dataset.servers import ServersRunner
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.interop.vllm_lens import Hook, VLLMLensClient
@@ -426,7 +426,7 @@ def test_a_data_set_has_a_servers_readouts(server: Server, tmp_path: Path) -> No
         "norm": {"kind": "norm"},
         "mean": SPEC["mean"],
     }
-    runner = ServerRunner(server.url, None, None, concurrency=4)
+    runner = ServersRunner([remote.Server(server.url, None, None, concurrency=4)])
     plan = Plan.of(
         Survey.of(SourceSpec(path=source)),
         RowsSpec(layers=(0, 1), positions="all", max_tokens=3, readouts=specs),

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs prompts and writes their rows as a data set."""
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 
 from vllm import __version__
-from vllm.capture_dataset.manifest import Manifest, manifest_path
+from vllm.capture_dataset.manifest import Manifest, ShardFile, manifest_path
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.prompts import Prompt
-from vllm.capture_dataset.runners import Runner
+from vllm.capture_dataset.runners import Runner, Writer
 from vllm.capture_dataset.shards import ShardFolder
 from vllm.capture_dataset.table import Captured, Shard
 from vllm.v1.capture.errors import fail
@@ -44,7 +46,7 @@ def begin(plan: Plan) -> Manifest:
     return manifest
 
 
-def collect(plan: Plan, runner: Runner, progress: Progress) -> Manifest:
+def collect(plan: Plan, runner: Runner | Writer, progress: Progress) -> Manifest:
     """Run all prompts that are not done, and write their rows.
 
     If this ends early, the folder holds complete shards and a manifest that lists them,
@@ -64,40 +66,83 @@ def collect(plan: Plan, runner: Runner, progress: Progress) -> Manifest:
     for done in manifest.shards:
         progress.skipped(done.num_prompts)
 
-    def store(shard: Shard, stop_sample: int) -> None:
-        """Write a shard and note it in the manifest; runs on the writer's thread."""
-        manifest.shards.append(folder.write(shard, stop_sample))
+    def note(done: ShardFile) -> None:
+        """Note a written shard in the manifest."""
+        manifest.shards.append(done)
         folder.index(manifest.shards, plan.rows.taps)
         manifest.write(plan.output.folder)
 
     first = manifest.shards[-1].stop_sample if manifest.shards else 0
-    done_before = len(manifest.shards)
-    writing: Future[None] | None = None
-    # Leaving the block waits for the shard that is being written, so computed rows are
-    # kept.
-    with ThreadPoolExecutor(1, "capture-dataset-writer") as pool:
-        for number, prompts in enumerate(plan.shards(first), done_before):
-            shard, stop = _run(plan, runner, progress, number, prompts)
-            if writing is not None:
-                writing.result()
-            writing = pool.submit(store, shard, stop)
-        if writing is not None:
-            writing.result()
+    number = len(manifest.shards)
+    if isinstance(runner, Writer):
+        with closing(runner.written(plan, manifest.facts, first, number)) as written:
+            for done in written:
+                note(done)
+                progress.done(
+                    *(done.num_tokens, done.num_rows, done.num_value_bytes),
+                    done.num_prompts,
+                )
+    else:
+        _collect_here(plan, runner, progress, first, number, folder, note)
     manifest.complete = True
     manifest.write(plan.output.folder)
     folder.close()
     return manifest
 
 
-def _run(
-    plan: Plan, runner: Runner, progress: Progress, number: int, prompts: list[Prompt]
+def _collect_here(
+    plan: Plan,
+    runner: Runner,
+    progress: Progress,
+    first: int,
+    number: int,
+    folder: ShardFolder,
+    note: Callable[[ShardFile], None],
+) -> None:
+    """Compute the shards from a sample on, while the one before is written."""
+
+    def count(item: Captured) -> None:
+        rows = len(item.positions) * len(plan.rows.taps)
+        progress.done(len(item.token_ids), rows, rows * plan.row_bytes)
+
+    def store(shard: Shard, stop_sample: int) -> None:
+        """Write and note a shard; runs on the writer's thread."""
+        note(folder.write(shard, stop_sample))
+
+    writing: Future[None] | None = None
+    # Leaving the block waits for the shard that is being written, so computed rows are
+    # kept.
+    with ThreadPoolExecutor(1, "capture-dataset-writer") as pool:
+        for index, prompts in enumerate(plan.shards(first), number):
+            shard, stop = run_shard(plan, runner, index, prompts, count)
+            if writing is not None:
+                writing.result()
+            writing = pool.submit(store, shard, stop)
+        if writing is not None:
+            writing.result()
+
+
+def run_shard(
+    plan: Plan,
+    runner: Runner,
+    number: int,
+    prompts: list[Prompt],
+    count: Callable[[Captured], None] = lambda _: None,
 ) -> tuple[Shard, int]:
-    """A shard with its rows, and the number of the sample after its last."""
+    """A shard with its rows, and the number of the sample after its last.
+
+    Args:
+        plan: the plan of the data set.
+        runner: runs the prompts.
+        number: of the shard.
+        prompts: those of the shard.
+        count: called with each prompt's rows.
+
+    """
     items: list[Captured] = []
     for item in runner.run(prompts, plan.rows, plan.tokens):
         items.append(item)
-        rows = len(item.positions) * len(plan.rows.taps)
-        progress.done(len(item.token_ids), rows, rows * plan.row_bytes)
+        count(item)
     items.sort(key=lambda item: item.prompt.entry.sample)
     shard = Shard(
         number,

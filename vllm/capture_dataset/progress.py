@@ -57,14 +57,16 @@ class Progress:
             self._bar.n += num_prompts
             self._bar.refresh()
 
-    def done(self, num_tokens: int, num_rows: int, num_bytes: int) -> None:
-        """Count a finished prompt."""
+    def done(
+        self, num_tokens: int, num_rows: int, num_bytes: int, num_prompts: int = 1
+    ) -> None:
+        """Count finished prompts."""
         self.num_tokens += num_tokens
         self.num_rows += num_rows
         self.num_bytes += num_bytes
         if not self._bar.disable:
             self._bar.set_postfix_str(str(self), refresh=False)
-            self._bar.update()
+            self._bar.update(num_prompts)
 
     @property
     def seconds(self) -> float:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs prompts on a server that has the consumer `inline`."""
+"""A server that has the consumer `inline`, and runs single prompts."""
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,8 @@ class ServerLostError(CaptureRunError):
     """The server does not answer, or its engine has failed."""
 
 
-class ServerRunner:
-    """A runner on a server, with several requests at a time.
-
-    The server chooses how to batch requests, so the last bits of rows may differ from
-    run to run.
-    """
+class Server:
+    """A server, to which several requests are sent at a time."""
 
     def __init__(
         self, url: str, tokenizer: str | None, api_key: str | None, concurrency: int
@@ -178,18 +173,6 @@ class ServerRunner:
             )
         response: dict[str, Any] = reply.json()
         return response
-
-    def run(
-        self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
-    ) -> Iterator[Captured]:
-        """Run the prompts of a shard."""
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            jobs = [pool.submit(self.run_one, one, rows, tokens) for one in prompts]
-            try:
-                for job in as_completed(jobs):
-                    yield job.result()
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
 
     def run_one(self, prompt: Prompt, rows: RowsSpec, tokens: Tokens) -> Captured:
         """Run a prompt; thread-safe.

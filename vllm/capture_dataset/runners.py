@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runners of prompts: an engine in this process, or a server."""
+"""Runners of prompts: an engine in this process, servers, or a cluster."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from vllm.capture_dataset.allocator import keep_freed_memory
+from vllm.capture_dataset.manifest import ShardFile
 from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.sources import digest
 from vllm.capture_dataset.spec import ModelFacts, RowsSpec
@@ -19,6 +21,8 @@ from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
+    from vllm.capture_dataset.plan import Plan
+    from vllm.engine.arg_utils import EngineArgs
 
 UNBOUNDED = 1 << 62
 CONSUMER = {
@@ -57,6 +61,38 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Release the runner's resources."""
+
+
+@runtime_checkable
+class Writer(Runner, Protocol):
+    """A runner whose engines write their shards themselves."""
+
+    def written(
+        self, plan: "Plan", facts: dict[str, Any], first_sample: int, number: int
+    ) -> Generator[ShardFile]:
+        """Compute and write the shards from a sample on; returns them in order.
+
+        Args:
+            plan: the plan of the data set.
+            facts: those of its manifest.
+            first_sample: the first sample to compute.
+            number: of the shard that begins with it.
+
+        Raises:
+            CaptureRunError: a prompt or an engine failed.
+
+        """
+
+
+def open_engine(engine_args: "EngineArgs") -> "EngineRunner":
+    """Start an engine in this process."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        keep_freed_memory()
+    engine_args.capture_consumers = [CONSUMER]
+    return EngineRunner(LLM.from_engine_args(engine_args))
 
 
 class EngineRunner:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs prompts on several servers of one model.
+"""Runs prompts on one or several servers of one model.
 
 Without it a user divides the prompts by hand, joins the data sets, and begins a share
 again when its server is lost.
@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, TypeAlias
 
 from vllm.capture_dataset.prompts import Prompt, Tokens
-from vllm.capture_dataset.remote import ServerLostError, ServerRunner
+from vllm.capture_dataset.remote import Server, ServerLostError
 from vllm.capture_dataset.spec import RowsSpec
 from vllm.capture_dataset.table import Captured
 from vllm.logger import init_logger
@@ -27,22 +27,23 @@ Done: TypeAlias = "SimpleQueue[Captured | Exception]"
 
 
 class ServersRunner:
-    """A runner on several servers, each of which takes prompts as fast as it can.
+    """A runner on servers, each of which takes prompts as fast as it can.
 
-    A server that does not answer gets no more prompts; the others take its share.
+    A server that does not answer gets no more prompts; the others take its share. The
+    servers choose how to batch requests, so the last bits of rows may differ from run
+    to run.
     """
 
-    def __init__(self, servers: Sequence[ServerRunner]) -> None:
+    def __init__(self, servers: Sequence[Server]) -> None:
         """Compare the servers.
 
         Raises:
             CaptureValidationError: two servers have other models or readout modules.
 
         """
-        first = servers[0]
-        modules = first.readout_modules()
-        for other in servers[1:]:
-            _check_equal(first, other, modules)
+        first, *others = servers
+        for other in others:
+            _check_equal(first, other)
         self.model = first.model
         self.tokenizer = first.tokenizer
         self._servers = list(servers)
@@ -72,7 +73,7 @@ class ServersRunner:
 
     def _work(
         self,
-        server: ServerRunner,
+        server: Server,
         rows: RowsSpec,
         tokens: Tokens,
         waiting: Waiting,
@@ -93,7 +94,7 @@ class ServersRunner:
             except Exception as error:
                 done.put(error)
 
-    def _drop(self, server: ServerRunner, error: Exception) -> bool:
+    def _drop(self, server: Server, error: Exception) -> bool:
         """Use a server no more; returns whether another one is left."""
         with self._lock:
             if server in self._left:
@@ -127,12 +128,10 @@ def _end(waiting: Waiting, threads: int) -> None:
         waiting.put(None)
 
 
-def _check_equal(
-    first: ServerRunner, other: ServerRunner, modules: dict[str, Any]
-) -> None:
+def _check_equal(first: Server, other: Server) -> None:
     facts = replace(first.model, name="", max_model_len=0)
     theirs = replace(other.model, name="", max_model_len=0)
-    if facts != theirs or modules != other.readout_modules():
+    if facts != theirs or first.readout_modules() != other.readout_modules():
         what = "other readout modules" if facts == theirs else "another model"
         raise fail(
             f"server: {other.url} has {what} than {first.url}; a data set is "

@@ -54,8 +54,13 @@ def groups(
 class ShardFolder:
     """The folder of a data set, in which only complete files have their final names."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any], part: str = "") -> None:
         """Create the folder, and remove unfinished files of a run that was killed.
+
+        Args:
+            folder: the data set's folder.
+            facts: those of its manifest.
+            part: the subfolder for unfinished files, of one of several writers.
 
         Raises:
             OSError: the folder cannot be written.
@@ -63,7 +68,7 @@ class ShardFolder:
         """
         self._folder = folder
         self._facts = facts
-        self._aside = folder / ASIDE
+        self._aside = folder / ASIDE / part
         shutil.rmtree(self._aside, ignore_errors=True)
         self._aside.mkdir(parents=True)
 
@@ -81,8 +86,8 @@ class ShardFolder:
             written = writer(shard, name, self._facts)
             sums = {path.name: checksum(path) for path in written}
         except BaseException:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            self._aside.mkdir(exist_ok=True)
+            for path in self._aside.glob(f"{name.name}.*"):
+                path.unlink()
             raise
         # The file that readers look for is renamed last.
         for path in reversed(written):

@@ -11,7 +11,8 @@ def test_extras_are_split_from_requirements(mini: Mini) -> None:
         "pyarrow>=20",
     ]
     assert metadata.extras_require() == {
-        "audio": ["av", 'soxr; sys_platform == "linux"']
+        "audio": ["av", 'soxr; sys_platform == "linux"'],
+        "ray": ["ray[data]>=2.55"],
     }
 
 

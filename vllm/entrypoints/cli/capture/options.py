@@ -62,6 +62,22 @@ def add_arguments(parser: Any) -> None:
         default=32,
         help="Number of concurrent requests at each server.",
     )
+    ray = parser.add_argument_group("ray", "Use engines in a Ray cluster.")
+    ray.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="Start engines in a running Ray cluster, that of this machine by default. "
+        "They write their shards to --out, which every node must share.",
+    )
+    ray.add_argument(
+        "--ray-engines",
+        type=int,
+        metavar="N",
+        help="Number of engines; by default as many as there are GPUs for, or without "
+        "GPUs one on each node.",
+    )
 
 
 def _add_source(group: Any) -> None:
@@ -236,6 +252,7 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         ("shard_size", 1),
         ("context_size", 1),
         ("concurrency", 1),
+        ("ray_engines", 1),
     ):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -247,6 +264,14 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         raise fail(
             "model: give --model MODEL or --server URL, not both", "model", args.model
         )
+    if args.ray is None and args.ray_engines is not None:
+        raise fail(
+            "ray_engines: --ray-engines is for --ray; add --ray, or leave it out",
+            "ray_engines",
+            args.ray_engines,
+        )
+    if args.ray is not None and args.server is not None:
+        raise fail("ray: give --ray or --server, not both", "ray", args.ray)
     if args.out is None and not args.dry_run:
         raise fail("out: give the data set's folder with --out DIR", "out", None)
     source = SourceSpec(

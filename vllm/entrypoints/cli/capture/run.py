@@ -5,18 +5,18 @@ import argparse
 import os
 import signal
 import sys
+from functools import partial
 from itertools import islice
 from shutil import disk_usage
 from time import monotonic
 from types import FrameType
 from typing import Any
 
-from vllm.capture_dataset.allocator import keep_freed_memory
 from vllm.capture_dataset.collect import begin, collect
 from vllm.capture_dataset.manifest import NAME, Manifest, manifest_path
 from vllm.capture_dataset.plan import Plan, known_facts
 from vllm.capture_dataset.progress import Progress, human_bytes, human_seconds
-from vllm.capture_dataset.runners import CaptureRunError, Runner
+from vllm.capture_dataset.runners import CaptureRunError, Runner, open_engine
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.options import specs_of
@@ -120,25 +120,26 @@ def _check_folder(survey: Survey, rows: RowsSpec, output: OutputSpec) -> None:
 
 def _runner(args: argparse.Namespace) -> Any:
     if args.server is not None:
-        from vllm.capture_dataset.remote import ServerRunner
+        from vllm.capture_dataset.remote import Server
         from vllm.capture_dataset.servers import ServersRunner
 
-        servers = [
-            ServerRunner(url, args.tokenizer, args.api_key, args.concurrency)
-            for url in dict.fromkeys(args.server)
-        ]
-        return servers[0] if len(servers) == 1 else ServersRunner(servers)
-    from vllm import LLM
-    from vllm.capture_dataset.runners import CONSUMER, EngineRunner
+        return ServersRunner(
+            [
+                Server(url, args.tokenizer, args.api_key, args.concurrency)
+                for url in dict.fromkeys(args.server)
+            ]
+        )
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        keep_freed_memory()
     engine_args = EngineArgs.from_cli_args(args)
-    engine_args.capture_consumers = [CONSUMER]
     engine_args.enable_readouts |= bool(args.readout)
-    return EngineRunner(LLM.from_engine_args(engine_args))
+    if args.ray is not None:
+        from vllm.capture_dataset.ray_cluster import RayRunner
+
+        ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+        opened = partial(open_engine, engine_args)
+        return RayRunner(args.ray, args.ray_engines, opened, ranks, args.out)
+    return open_engine(engine_args)
 
 
 def _print_error(message: str) -> int:
