@@ -50,6 +50,16 @@ def _hybrid() -> transformers.PretrainedConfig:
     )
 
 
+def _post_norm() -> transformers.PretrainedConfig:
+    """Norms before and behind both sublayers, windows, and soft caps."""
+    return transformers.Gemma2Config(
+        **_common(tie_word_embeddings=True),
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=16,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A model that is split over ranks or stages."""
@@ -68,6 +78,11 @@ class Architecture:
 ARCHITECTURES = {
     "llama": Architecture(
         "LlamaForCausalLM", lambda: transformers.LlamaConfig(**_common())
+    ),
+    "post_norm": Architecture(
+        "Gemma2ForCausalLM",
+        _post_norm,
+        Places(decoder, mid="pre_feedforward_layernorm"),
     ),
     "parallel": Architecture(
         "CohereForCausalLM",

@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.multiprocess.apart import carry_out
+from tests.multiprocess.experts import complete_on_cpu
+
+COMPLETE = "CLEARBOX_TEST_EXPERTS"
+"""The variable that tells all processes to let ranks divide experts on a CPU."""
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # Set here, because workers import this module again before they import vllm.
     import tests.support.interpreted  # noqa: F401
+
+if os.environ.get(COMPLETE) == "1":
+    complete_on_cpu()
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 EVERYWHERE = dict.fromkeys(HOOKS, "all")
@@ -41,6 +48,8 @@ class Order:
     pipeline: int = 1
     plugins: str = ""
     """Folder of the package with `PILOT`, if it runs within the steps."""
+    experts: bool = False
+    """Whether the ranks divide whole experts."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -52,6 +61,7 @@ class Order:
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
             "OMP_NUM_THREADS": "1",
             **({"PYTHONPATH": self.plugins} if self.plugins else {}),
+            **({COMPLETE: "1"} if self.experts else {}),
             # The interpreter has no compile target, which upstream's Cohere requires.
             "TORCHDYNAMO_DISABLE": "1",
         }
@@ -121,6 +131,85 @@ def gated() -> list[dict[str, Any]]:
     ]
     found.append({"steering_vectors": {"post_block": {3: features}}})
     return found
+
+
+def operated() -> list[dict[str, Any]]:
+    """A request for each operation, at the first layer and at the last.
+
+    Scores of the last one's feature are its own SAE's, in layer 1.
+    """
+    one, other = vector(1, 0), vector(2, 0)
+    pair = [one, other]
+    alone: list[dict[str, Any]] = [
+        {"op": "add", "vector": one, "scale": 0.5, "norm_match": True},
+        {"op": "project_out", "vector": one, "scale": 0.5},
+        {"op": "clamp", "vector": one, "min": 3.0, "max": 4.0},
+        {"op": "swap", "vector": one, "target": other},
+        {"op": "rotate", "plane": pair, "degrees": 120},
+        {"op": "replace", "vector": one, "alpha": 0.5, "positions": [1, 3]},
+        {"op": "low_rank", "read": pair, "write": pair, "activation": "relu"},
+    ]
+    found = [
+        {"steering_vectors": {"pre_attn": {0: [entry]}, "post_attn": {3: [entry]}}}
+        for entry in alone
+    ]
+    feature = {"op": "feature", "sae": "jump", "feature": 3, "value": 9.0}
+    found.append({"steering_vectors": {"post_block": {1: [feature]}}})
+    clamp = {"post_block": {2: {"vector": one, "min": 3.0, "max": 4.0}}}
+    found.append({"decode_steering_clamps": clamp})
+    named = {"name": NAMED, "scale": 0.5}
+    found.append({"steering_name": [NAMED, named]})
+    return found
+
+
+NAMED = "named"
+"""Vectors at both ends of the model, registered under a name."""
+
+
+def save_named(folder: Path) -> Path:
+    """Save `NAMED`."""
+    file = folder / f"{NAMED}.json"
+    vectors = {"post_block": {0: vector(7, 0)}, "pre_attn": {3: vector(7, 3)}}
+    file.write_text(json.dumps({"vectors": vectors}))
+    return file
+
+
+def keep(ctx: Any, h: Any) -> None:
+    """A hook function that keeps the rows of its layer."""
+    ctx.saved.setdefault(ctx.layer_idx, []).append(h.clone())
+
+
+def turn(ctx: Any, h: Any) -> Any:
+    """A hook function that changes the stream."""
+    return h.roll(1, dims=-1) * (1 + ctx.layer_idx)
+
+
+def _hooked(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """What hook functions of a request, in layers of all stages, do and keep."""
+    from vllm import SamplingParams
+    from vllm.interop.vllm_lens import Hook
+
+    hooks = [Hook(turn, [0, 3]), Hook(keep, [0, 2, 3]), Hook(keep, [1], pre=True)]
+    common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    common |= {"max_tokens": NEW_TOKENS, "logprobs": -1}
+    asked = {"apply_hooks": hooks}
+    params = [SamplingParams(**common, extra_args=args) for args in (asked, None)]
+    hooked, plain = engine.run(prompts, params)
+    assert plain.hook_results is None
+    return {
+        "results": hooked.hook_results,
+        "tokens": [list(one.outputs[0].token_ids) for one in (hooked, plain)],
+    }
+
+
+def _registered(engine: Any, prompt: list[int], options: dict[str, Any]) -> Any:
+    """The readout of a module that is registered while the engine runs."""
+    engine.llm.register_readout_module("later", options["readout_modules"]["direction"])
+    spec = {"kind": "probe", "probe": "later", "positions": "all"}
+    found = _read(engine, prompt, {"later": spec})
+    engine.llm.unregister_readout_module("later")
+    gone = _read(engine, prompt, {"later": spec})
+    return {"read": found, "gone": gone}
 
 
 def save_transcoder(folder: Path) -> Path:
@@ -239,20 +328,28 @@ def told(*taps: tuple[int, str]) -> dict[str, Any]:
     return {"steering_vectors": vectors, "steering_receipt": True}
 
 
+def feature_options(root: Path) -> dict[str, Any]:
+    """The options of an engine with all features; modules are written below `root`."""
+    from tests.v1.readouts._reading import write_modules
+
+    modules = root / "modules"
+    modules.mkdir(parents=True)
+    options = write_modules(modules).options
+    options["sae"][SAE] = str(save_transcoder(modules / SAE))
+    options["steering_modules"] = {NAMED: str(save_named(modules))}
+    return options | {"vllm_lens_api": True, "enable_readouts": True}
+
+
 def observe(order: Order) -> dict[str, Any]:
     """Collect rows, log-probabilities, results and files of an engine's requests."""
     from tests.support.captured import CapturedEngine, prompt
-    from tests.v1.readouts._reading import write_modules
 
     storage = [
         f"filesystem:root={order.root}/files",
         f"arrow:root={order.root}/tables",
         "inline",
     ]
-    modules = Path(order.root) / "modules"
-    modules.mkdir(parents=True)
-    options = write_modules(modules).options
-    options["sae"][SAE] = str(save_transcoder(modules / SAE))
+    options = feature_options(Path(order.root))
     engine = CapturedEngine(
         Path(order.model),
         reference="none",
@@ -265,7 +362,7 @@ def observe(order: Order) -> dict[str, Any]:
         max_logprobs=-1,
         enable_patching=True,
         max_patch_slots=4,
-        enable_readouts=True,
+        enable_expert_parallel=order.experts,
         **options,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.2,
@@ -283,6 +380,10 @@ def observe(order: Order) -> dict[str, Any]:
             engine, [prompts[n % len(prompts)] for n in range(len(gated()))], gated()
         ),
         "fired": engine.llm.get_steering()["fired"],
+        "operated": _requests(engine, prompts[:1] * len(operated()), operated()),
+        "hooked": _hooked(engine, prompts[1:]),
+        "registered": _registered(engine, prompts[1], options),
+        "staging": engine.llm.llm_engine.capture.describe()["staging"],
         "stored": _stored(engine, prompts[1]),
         "read": _read(engine, prompts[1], READOUTS),
         "ended": _ended(engine, prompts[1]),

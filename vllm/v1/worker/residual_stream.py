@@ -48,6 +48,8 @@ class ResidualStream:
         """The hook points of this process's layers, by layer index."""
         self.point_shapes: Shapes = {}
         """The shapes of those that differ from the stream's."""
+        self.staging: dict[str, int] = {}
+        """The rank of this process, and the bytes of its staging memory."""
         self.checks_streams = False
         """Whether this step is checked for NaN and infinity."""
 
@@ -170,6 +172,8 @@ class OpenResidualStream(ResidualStream):
         """
         super().__init__(hook_points)
         self._capture = capture
+        if capture is not None:
+            self.staging = capture.staging_facts
         readouts = None if capture is None else capture.readouts
         self.readouts = cast("WorkerReadouts | None", readouts)
         self.steering = steering

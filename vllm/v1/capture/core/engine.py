@@ -67,14 +67,15 @@ def introduce_capture(core: "EngineCore", address: str) -> None:
 def note_model(core: "EngineCore") -> None:
     """Collect facts about the loaded model from all stages into the configuration.
 
-    They are its hook points, and what readouts cannot read. If capture is
-    enabled, the workers get the full map of hook points as well.
+    They are its hook points, the ranks' staging memory, and what readouts cannot read.
+    If capture is enabled, the workers get the full map of hook points as well.
     """
-    stages = core.model_executor.collective_rpc(calls.hook_points_of)
-    points = {layer: own for stage, _ in stages for layer, own in stage.items()}
-    shapes = {layer: own for _, stage in stages for layer, own in stage.items()}
+    ranks = core.model_executor.collective_rpc(calls.facts_of)
+    points = {layer: own for rank, _, _ in ranks for layer, own in rank.items()}
+    shapes = {layer: own for _, rank, _ in ranks for layer, own in rank.items()}
     config = core.vllm_config.capture_config
     config.hook_points, config.point_shapes = points, shapes
+    config.staging = [staging for _, _, staging in ranks]
     if core.vllm_config.readout_config.enabled:
         refusals: dict[str, Any] = {"attention": {}}
         for own in core.model_executor.collective_rpc(calls.readout_refusals_of):

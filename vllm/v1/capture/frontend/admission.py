@@ -287,6 +287,7 @@ class Admission:
                 for hook, (width, _) in sorted(of_layer.items())
                 if width != self._vllm_config.model_config.get_hidden_size()
             },
+            "staging": config.staging,
         }
 
     def _plain_capture(self, raw: Any) -> dict[str, Any]:

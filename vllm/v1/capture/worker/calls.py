@@ -13,10 +13,10 @@ from vllm.v1.residual.point_shapes import Shapes
 HookPoints: TypeAlias = dict[int, tuple[str, ...]]
 
 
-def hook_points_of(worker: Any) -> tuple[HookPoints, Shapes]:
-    """For `collective_rpc`: the hook points of a worker's layers, and their shapes."""
+def facts_of(worker: Any) -> tuple[HookPoints, Shapes, dict[str, int]]:
+    """For `collective_rpc`: hook points, their shapes, and staging memory."""
     residual = worker.model_runner.residual
-    return residual.hook_points, residual.point_shapes
+    return residual.hook_points, residual.point_shapes, residual.staging
 
 
 def readout_refusals_of(worker: Any) -> dict[str, Any]:

@@ -193,6 +193,15 @@ class WorkerCapture:
         slots = self._slots.of_taps[self._columns[tap]]
         return slots, self._slots.base, self._staging.rows
 
+    @property
+    def staging_facts(self) -> dict[str, int]:
+        """The rank of this process, and the bytes of its staging memory."""
+        return {
+            "stage": self._stage.pipeline_rank,
+            "tensor_rank": self._stage.tensor_rank,
+            "device_bytes": self._staging.rows.nbytes,
+        }
+
     def summary(self) -> str:
         """One line for the log: consumers, limits and the overload policy."""
         config = self._config

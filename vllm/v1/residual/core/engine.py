@@ -47,8 +47,8 @@ CALLS: tuple[Callable[..., Any], ...] = (
     steering.hold_steering,
     steering.commit_steering,
     steering.release_steering,
-    name_log.steering_names,
-    name_log.change_steering_name,
+    name_log.module_names,
+    name_log.change_module_name,
 )
 """The methods that front ends call, whose first argument is the engine core."""
 
@@ -102,6 +102,7 @@ class NoCore:
         return ModelFacts(
             config.capture_config.hook_points,
             config.capture_config.point_shapes,
+            config.capture_config.staging,
             config.readout_config.refusals,
         )
 

@@ -51,6 +51,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     hook_points: dict[int, list[str]] | None = None
     point_shapes: dict[int, dict[str, tuple[int, int]]] = {}
+    staging: list[dict[str, int]] = []
+    """As in `CaptureConfig`."""
     readout_refusals: dict[str, Any] = {}
     """What readouts cannot read, as in `Refusals`."""
 
@@ -58,4 +60,5 @@ class ModelFacts(msgspec.Struct, frozen=True):
         """Store them in the configuration of the front end's process."""
         config.capture_config.hook_points = self.hook_points
         config.capture_config.point_shapes = self.point_shapes
+        config.capture_config.staging = self.staging
         config.readout_config.refusals = self.readout_refusals
