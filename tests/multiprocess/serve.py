@@ -8,20 +8,26 @@ A separate process, for the same reasons as `observe.py`.
 
 import asyncio
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.multiprocess.apart import carry_out
-
-if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    import tests.support.interpreted  # noqa: F401
+from tests.multiprocess.observe import (
+    COMPLETE,
+    READOUTS,
+    feature_options,
+    gated,
+    keep,
+    operated,
+    told,
+    turn,
+)
 
 EVERYWHERE = {hook: "all" for hook in ("pre_attn", "post_attn", "post_block")}
 NEW_TOKENS = 6
-READOUTS: dict[str, Any] = {
+READ: dict[str, Any] = {
     "rows": {"kind": "rows", "hooks": {"post_block": "all"}, "positions": "all"},
     "norms": {"kind": "norm", "hooks": {"post_block": "all"}},
 }
@@ -38,6 +44,8 @@ class Order:
     """Folder for files and results."""
     pipeline: int = 1
     data: int = 1
+    experts: bool = False
+    """Whether the model has experts, which data-parallel engines divide."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -47,6 +55,8 @@ class Order:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
             "OMP_NUM_THREADS": "1",
+            **({COMPLETE: "1"} if self.experts else {}),
+            "TORCHDYNAMO_DISABLE": "1",
         }
 
 
@@ -69,7 +79,10 @@ async def serve(order: Order) -> dict[str, Any]:
                 max_num_batched_tokens=24,
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
-                enable_readouts=True,
+                **feature_options(Path(order.root)),
+                allow_remote_code_hooks=True,
+                max_logprobs=-1,
+                enable_expert_parallel=order.experts,
                 gpu_memory_utilization=0.2,
                 pipeline_parallel_size=order.pipeline,
                 data_parallel_size=order.data,
@@ -89,13 +102,61 @@ async def serve(order: Order) -> dict[str, Any]:
             for i, ids in enumerate(prompts)
         ]
         answers = await asyncio.gather(*asked)
+        featured = await asyncio.gather(
+            *(
+                _featured(engine, f"f{i}", prompts[0], fields, i % order.data)
+                for i, fields in enumerate(featured_requests())
+            )
+        )
         counters = engine.capture.describe()["counters"]
     finally:
         engine.shutdown()
     for number, answer in enumerate(answers):
         answer["prompt"] = prompts[number]
         answer["kept"] = keeper.rows[f"r{number}", 0]
-    return {"answers": answers, "counters": counters, "kept": len(keeper.rows)}
+    return {
+        "answers": answers,
+        "featured": featured,
+        "counters": counters,
+        "kept": len(keeper.rows),
+    }
+
+
+def featured_requests() -> list[dict[str, Any]]:
+    """Requests for every feature, several times, so that each engine has them."""
+    from vllm.interop.vllm_lens import Hook
+
+    hooks = [Hook(turn, [0, 3]), Hook(keep, [2])]
+    each = [{"readouts": READOUTS}, told((0, "pre_attn"), (3, "post_attn"))]
+    each.append({"extra_args": {"apply_hooks": hooks}})
+    return [{}, *(gated() + operated() + each) * 2]
+
+
+async def _featured(
+    engine: Any, name: str, ids: list[int], fields: dict[str, Any], rank: int
+) -> dict[str, Any]:
+    """What a request's features have done."""
+    from vllm import SamplingParams
+
+    common = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    params = SamplingParams(detokenize=False, logprobs=-1, **common, **fields)
+    given = {"prompt_token_ids": ids}
+    stream = engine.generate(given, params, name, data_parallel_rank=rank)
+    output = [one async for one in stream][-1]
+    rows = output.outputs[0].logprobs
+    readouts = output.readouts or {}
+    return {
+        "tokens": list(output.outputs[0].token_ids),
+        "logprobs": [[row[t].logprob for t in sorted(row)] for row in rows],
+        "arrays": {
+            (label, key): array
+            for label, one in readouts.items()
+            for key, array in one.arrays.items()
+        },
+        "errors": [one.error for one in readouts.values() if one.error],
+        "receipt": output.steering,
+        "hooks": getattr(output, "hook_results", None),
+    }
 
 
 async def _answers(engine: Any, name: str, ids: list[int], rank: int) -> dict[str, Any]:
@@ -111,7 +172,7 @@ async def _answers(engine: Any, name: str, ids: list[int], rank: int) -> dict[st
         output_kind=RequestOutputKind.CUMULATIVE,
         capture={"keeper": spec, "inline": spec, "filesystem": {**spec, "tag": name}},
         capture_wait=True,
-        readouts=READOUTS,
+        readouts=READ,
     )
     outputs: list[dict[str, Any]] = []
     given = {"prompt_token_ids": ids}

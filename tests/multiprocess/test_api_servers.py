@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from tests.multiprocess import connections
 from tests.multiprocess.connections import Connections
-from tests.multiprocess.steered import HIDDEN, carried_out, post, served
+from tests.multiprocess.steered import HIDDEN, KEY, carried_out, post, served
+from vllm.v1.readouts.modules import save_probe
 
 pytestmark = [
     pytest.mark.e2e,
@@ -56,6 +58,7 @@ def servers(
     arguments = ["--api-server-count", "2", "--data-parallel-size", str(engines)]
     for consumer in ("inline", f"filesystem:root={folder}/files"):
         arguments += ["--capture-consumers", consumer]
+    arguments.append("--enable-readouts")
     environment = {
         **connections.ENVIRONMENT,
         "TORCHDYNAMO_DISABLE": "1",
@@ -330,6 +333,110 @@ def test_each_server_tells_of_what_all_have_captured(
     assert counted == [1, 1]
     assert captured(one) == captured(other)
     assert carried_out(one.get("/v1/capture"))["api_servers"] == 2
+
+
+def readout_modules(client: httpx.Client, what: str, **body: Any) -> httpx.Response:
+    """Request a change of the names of probes."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return client.post(f"/v1/readouts/modules/{what}", json=body, headers=headers)
+
+
+def probes(folder: Path, count: int) -> list[str]:
+    """Files of different probes."""
+    paths = [str(folder / f"{number}.safetensors") for number in range(count)]
+    for number, path in enumerate(paths):
+        generator = torch.Generator().manual_seed(number)
+        save_probe(path, torch.randn(1, HIDDEN, generator=generator), layer=2)
+    return paths
+
+
+def values(response: httpx.Response) -> list[float]:
+    found: list[float] = carried_out(response)["readouts"]["p"]["values"]
+    return np.ravel(found).tolist()
+
+
+def test_a_probe_is_known_at_once_replaced_and_forgotten_everywhere(
+    both: Both, tmp_path: Path
+) -> None:
+    one, other = both
+    first, second = probes(tmp_path, 2)
+    read = {"p": {"kind": "probe", "probe": "mood", "positions": "all_prompt"}}
+    carried_out(readout_modules(one, "register", name="mood", path=first))
+    each = [values(ask(client, readouts=read)) for client in (other, one) * 2]
+    assert all(found == close(each[0]) for found in each)
+    taken = readout_modules(other, "register", name="mood", path=second)
+    assert "unregister it first" in refused(taken)["message"]
+    changed = {"name": "mood", "path": second, "replace": True}
+    carried_out(readout_modules(other, "register", **changed))
+    for client in (one, other) * 2:
+        assert values(ask(client, readouts=read)) != close(each[0])
+        assert "mood" in carried_out(client.get("/v1/readouts/modules"))["modules"]
+    # An entry of steering names it too, through a server that did not register it.
+    when = {"probe": "mood", "above": -1e9}
+    gated = {"post_block": {"2": {"vector": [3.0] * HIDDEN, "when": when}}}
+    assert answer(ask(one, steering_vectors=gated)) != close(answer(ask(one)))
+    carried_out(readout_modules(one, "unregister", name="mood"))
+    for client in both:
+        assert "'mood'" in refused(ask(client, readouts=read))["message"]
+        assert "'mood'" in refused(ask(client, steering_vectors=gated))["message"]
+
+
+def test_of_two_that_register_a_probe_at_the_same_time_one_is_refused(
+    servers: Servers, both: Both, tmp_path: Path
+) -> None:
+    paths = probes(tmp_path, 8)
+    clients = [servers.client(number % 2) for number in range(len(paths))]
+    begin = threading.Barrier(len(clients))
+
+    def register(number: int) -> httpx.Response:
+        begin.wait()
+        body = {"name": "once", "path": paths[number]}
+        return readout_modules(clients[number], "register", **body)
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        answers = list(pool.map(register, range(len(clients))))
+    (taken,) = [n for n, found in enumerate(answers) if found.status_code == 200]
+    for number, response in enumerate(answers):
+        if number != taken:
+            said = refused(response)["message"]
+            assert "unregister it first" in said or "is being registered" in said
+    read = {"p": {"kind": "probe", "probe": "once", "positions": "all_prompt"}}
+    each = [values(ask(client, readouts=read)) for client in both * 2]
+    for client in both:
+        carried_out(readout_modules(client, "unregister", name="once"))
+        again = {"name": "once", "path": paths[taken]}
+        carried_out(readout_modules(client, "register", **again))
+        each.append(values(ask(client, readouts=read)))
+    assert all(found == close(each[0]) for found in each)
+    carried_out(readout_modules(both[0], "unregister", name="once"))
+
+
+def test_metrics_count_what_all_engines_have_captured_through_any_server(
+    servers: Servers, both: Both
+) -> None:
+    spec = {"hooks": {"post_block": [0, 1]}, "positions": "last_prompt"}
+    read = {"p": {"kind": "lens", "layers": [3], "positions": [0], "top_k": 1}}
+    names = ("vllm:capture_rows_total", "vllm:readout_rows_total")
+    before = [metric(both[0], name) for name in names]
+    clients = [servers.client(number % 2) for number in range(4)] * 5
+
+    def capture(client: httpx.Client) -> None:
+        carried_out(ask(client, capture={"inline": spec}, readouts=read))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(capture, clients))
+    wanted = [before[0] + 2 * len(clients), before[1] + len(clients)]
+    for client in both:
+        deadline = monotonic() + 60
+        while (told := [metric(client, name) for name in names]) != wanted:
+            assert monotonic() < deadline, (told, wanted)
+            sleep(0.2)
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    """The sum of a metric over its labels."""
+    lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 def captured(client: httpx.Client) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine over two hosts: one result, and an error that names a host that is gone."""
 
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from examples.demo import serving
 from tests.multiprocess.hosts import Hosts, hosts, started
 from tests.support.hf_reference import Reference, relative_error
 from tests.support.models import llama
+from vllm.capture_dataset import load_dataset
+from vllm.capture_dataset.manifest import NAME, Manifest
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [
@@ -195,6 +198,51 @@ def _kill_the_second(nodes: Nodes, root: Path) -> None:
     assert f"Node {nodes.names[1]} (" in log and "is gone, and rank 1" in log
     assert {path: path.read_bytes() for path in before} == before
     assert not [path for path in root.rglob("b/*.json")]
+
+
+def capture(nodes: Nodes, source: Path, out: Path) -> "subprocess.Popen[bytes]":
+    """Start `vllm capture` on the nodes, or resume it."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "capture"]
+    command += [str(source), "--server", str(nodes.client.base_url), "--out", str(out)]
+    command += ["--shard-size", "200K", "--concurrency", "4", "--resume"]
+    with out.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def test_a_data_set_is_completed_after_a_node_was_killed(
+    places: Hosts, model: Path, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(10, 900, (300, 40)).tolist()
+    source.write_text("\n".join(json.dumps({"prompt": one}) for one in prompts))
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        root = str(tmp_path / "files")
+        with started_on(places, folder, model, "tensor", root) as nodes:
+            wait_until_ready(nodes)
+            command = capture(nodes, source, out)
+            if number == 0:
+                while not (out / NAME).exists() or not Manifest.read(out).shards:
+                    assert command.poll() is None, out.with_suffix(".log").read_text()
+                    sleep(0.05)
+                os.killpg(nodes.processes[1].pid, signal.SIGKILL)
+            status = command.wait(600)
+            said = out.with_suffix(".log").read_text()
+        if number == 0:
+            assert status == 1 and "the server does not answer" in said, said[-3000:]
+            assert not Manifest.read(out).complete
+            load_dataset(out).verify()
+    assert status == 0, said[-3000:]
+    data, reference = load_dataset(out), Reference(model)
+    assert data.manifest.complete and len(data) == len(prompts)
+    sample = data.columns.column("sample").to_numpy()
+    assert sample.tolist() == np.repeat(range(len(prompts)), 40).tolist()
+    for number in (0, 150, 299):
+        expected = reference.stream(prompts[number])[LAYERS - 1, "post_block"]
+        found = data.layer(LAYERS - 1)[number]
+        assert relative_error(found, expected) < 1e-4
 
 
 def test_a_root_that_is_another_folder_on_each_node_is_refused_at_the_start(

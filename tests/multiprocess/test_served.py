@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multiprocess.serve import EVERYWHERE, NEW_TOKENS, Order, run
+from tests.multiprocess.architectures import ARCHITECTURES, LAYERS
+from tests.multiprocess.compare import same_hooks, same_readouts, same_receipt
+from tests.multiprocess.serve import (
+    EVERYWHERE,
+    NEW_TOKENS,
+    Order,
+    featured_requests,
+    run,
+)
 from tests.support.hf_reference import Reference, relative_error
-from tests.support.models import llama
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [
@@ -22,29 +29,63 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-LAYERS = 3
 TAPS = {(layer, hook) for layer in range(LAYERS) for hook in EVERYWHERE}
 Found = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pipeline": ("llama", {"pipeline": 2}),
+    "data": ("llama", {"data": 2}),
+    "experts": ("experts", {"data": 2, "experts": True}),
+}
+"""The model, and how it is split."""
+
+
+class Bench:
+    """Models and engines' results, each computed once."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._models: dict[str, Path] = {}
+        self._wholes: dict[str, Found] = {}
+
+    def model(self, name: str) -> Path:
+        if name not in self._models:
+            folder = self._factory.mktemp(name)
+            self._models[name] = ARCHITECTURES[name].save(folder / "model")
+        return self._models[name]
+
+    def run(self, name: str, **split: Any) -> Found:
+        folder = self._factory.mktemp(f"{name}-run")
+        return run(Order(str(self.model(name)), str(folder), **split), timeout=1500)
+
+    def whole(self, name: str) -> Found:
+        """The results of one process."""
+        if name not in self._wholes:
+            self._wholes[name] = self.run(name)
+        return self._wholes[name]
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return Reference(model)
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory)
 
 
-@pytest.fixture(scope="module", params=["pipeline", "data"])
-def found(
-    request: pytest.FixtureRequest,
-    model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Found:
-    folder = tmp_path_factory.mktemp(request.param)
-    return run(Order(str(model), str(folder), **{request.param: 2}))
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def reference(bench: Bench, case: str) -> Reference:
+    return Reference(bench.model(CASES[case][0]))
+
+
+@pytest.fixture(scope="module")
+def found(bench: Bench, case: str) -> Found:
+    name, split = CASES[case]
+    return bench.run(name, **split)
 
 
 def fed(answer: Found) -> list[int]:
@@ -112,3 +153,23 @@ def test_every_output_carries_the_readouts_of_its_tokens(found: Found) -> None:
 
 def test_nothing_is_left_in_flight(found: Found) -> None:
     assert found["counters"]["requests_in_flight"] == 0
+
+
+def test_every_feature_does_what_it_does_in_one_process(
+    bench: Bench, case: str, found: Found
+) -> None:
+    whole = bench.whole(CASES[case][0])["featured"]
+    assert len(whole) == len(found["featured"]) == len(featured_requests())
+    plain = torch.tensor(found["featured"][0]["logprobs"])
+    for number, (one, other) in enumerate(zip(whole, found["featured"], strict=True)):
+        assert other["tokens"] == one["tokens"], number
+        logprobs = torch.tensor(other["logprobs"])
+        assert relative_error(logprobs, torch.tensor(one["logprobs"])) < 1e-4, number
+        assert not one["errors"] and not other["errors"]
+        same_readouts(one["arrays"], other["arrays"])
+        same_receipt(one["receipt"], other["receipt"])
+        same_hooks(one["hooks"], other["hooks"])
+        if number and not one["arrays"]:
+            assert relative_error(logprobs, plain) > 1e-3, number
+    for kind in ("arrays", "receipt", "hooks"):
+        assert sum(bool(one[kind]) for one in whole) == 2, kind

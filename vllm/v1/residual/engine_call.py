@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls methods of the engine core, which is in this process or another."""
 
+import asyncio
 from typing import Any
 
 
@@ -17,3 +18,19 @@ def call_engine(client: Any, method: str, *args: Any) -> Any:
     if hasattr(client, "call_utility"):
         return client.call_utility(method, *args)
     return getattr(client.engine_core, method)(*args)
+
+
+async def call_engines(client: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of every data-parallel engine; returns their results.
+
+    `call_utility_async` of upstream's client returns the result of one.
+
+    Args:
+        client: upstream's client of an `AsyncLLM`.
+        method: name of the method.
+        args: its arguments.
+
+    """
+    call = client._call_utility_async
+    engines = client.core_engines
+    return await asyncio.gather(*(call(method, *args, engine=one) for one in engines))

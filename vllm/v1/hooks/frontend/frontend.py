@@ -12,7 +12,7 @@ from vllm.v1.hooks.errors import HookError, fail
 from vllm.v1.hooks.frontend.parse import MOST_HOOKS, Allowed, parse_hooks
 from vllm.v1.hooks.plan import ROWS, HookPlan, HookSpec
 from vllm.v1.hooks.results import Saved, merged_results
-from vllm.v1.residual.engine_call import call_engine
+from vllm.v1.residual.engine_call import call_engine, call_engines
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -213,9 +213,8 @@ class HookFrontend(NoHooks):
             HookError: a function has failed.
 
         """
-        parts = await self.core.call_utility_async(
-            "take_hook_results", output.hooks_key
-        )
+        results = await call_engines(self.core, "take_hook_results", output.hooks_key)
+        parts = [part for engine in results for part in engine]
         if (error := self._attach(output, parts)) is not None:
             raise _failed(error)
 
@@ -258,20 +257,22 @@ def _failed(message: str) -> HookError:
 
 def _refusal(vllm_config: "VllmConfig") -> str:
     """The reason why this engine cannot run functions; empty if it can."""
-    if vllm_config.parallel_config.data_parallel_size > 1:
+    graphs = vllm_config.compilation_config.cudagraph_mode not in (
+        None,
+        CUDAGraphMode.NONE,
+    )
+    engines = vllm_config.parallel_config.data_parallel_size
+    if engines > 1 and graphs and vllm_config.model_config.is_moe:
         return (
-            "with data-parallel engines a step cannot be run without CUDA graphs on "
-            "one of them; start the server with --data-parallel-size 1"
+            "with data-parallel engines that share experts a step cannot be run "
+            "without CUDA graphs on one of them; start the server with "
+            "--data-parallel-size 1, or --enforce-eager"
         )
     if vllm_config.speculative_config is not None:
         return (
             "with speculative decoding functions would see drafts that are rejected; "
             "start the server without it"
         )
-    graphs = vllm_config.compilation_config.cudagraph_mode not in (
-        None,
-        CUDAGraphMode.NONE,
-    )
     on_gpu = current_platform.is_cuda_alike()
     if on_gpu and graphs and not vllm_config.use_v2_model_runner:
         return (

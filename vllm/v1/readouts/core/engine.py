@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implementations of the engine core's methods for readouts."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.errors import fail
@@ -68,9 +69,16 @@ def _check_unused(core: "EngineCore", name: str) -> None:
 
 def readout_status(core: "EngineCore") -> dict[str, Any]:
     """`{"rows", "seconds"}` by kind of readout, summed over ranks; CPU seconds."""
+    return added_counters(core.model_executor.collective_rpc(calls.readout_counters))
+
+
+def added_counters(
+    parts: Iterable[dict[str, dict[str, float]]],
+) -> dict[str, dict[str, float]]:
+    """The sum of what ranks or engines have counted, by kind of readout."""
     total: dict[str, dict[str, float]] = {}
-    for rank in core.model_executor.collective_rpc(calls.readout_counters):
-        for kind, counts in rank.items():
+    for part in parts:
+        for kind, counts in part.items():
             own = total.setdefault(kind, {"rows": 0, "seconds": 0.0})
             for name, value in counts.items():
                 own[name] += value

@@ -4,14 +4,16 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm.v1.readouts.core.engine import added_counters
 from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.modules import check_place
 from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.engine_call import call_engine
+from vllm.v1.residual.engine_call import call_engine, call_engines
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
@@ -59,7 +61,7 @@ def register(
         info.tap,
         info.fingerprint,
     )
-    _put(engine, info)
+    _front_end(engine).put_module(name, info)
     return info.describe()
 
 
@@ -73,7 +75,7 @@ def unregister(self: "LLM", name: str) -> None:
     engine = self.llm_engine
     _known(engine, name)
     call_engine(engine.engine_core, "unload_readout_module", name)
-    _remove(engine, name)
+    _front_end(engine).put_module(name, None)
 
 
 def get(self: "LLM") -> dict[str, Any]:
@@ -92,30 +94,45 @@ async def async_register(
     kind: str = "",
 ) -> dict[str, Any]:
     """As `register`; `kind` may restrict the module to `sae` or `module`."""
+    front_end = await _refreshed(self)
     # On a thread: a file may hold gigabytes.
     info = await asyncio.to_thread(
         _checked, self, name, path, _tap(layer, hook), replace, kind
     )
-    core = self.engine_core
-    with _refused():
-        await core.call_utility_async(
-            "load_readout_module", name, path, info.tap, info.fingerprint
-        )
-    _put(self, info)
+
+    async def load() -> None:
+        with _refused():
+            await self.engine_core.call_utility_async(
+                "load_readout_module", name, path, info.tap, info.fingerprint
+            )
+
+    if front_end.followed is None:
+        await load()
+        front_end.put_module(name, info)
+    else:
+        before = _having(self).get(name)
+        check = partial(_check_free, self, name, replace)
+        await front_end.followed.load(name, info, before, check, load)
     return info.describe()
 
 
 async def async_unregister(self: "AsyncLLM", name: str, kind: str = "") -> None:
     """As `unregister`; `kind` may restrict the module to `sae` or `module`."""
+    front_end = await _refreshed(self)
     _known(self, name, kind)
     with _refused():
         await self.engine_core.call_utility_async("unload_readout_module", name)
-    _remove(self, name)
+    if front_end.followed is None:
+        front_end.put_module(name, None)
+    else:
+        await front_end.followed.unregister(name, lambda: None)
 
 
 async def async_get(self: "AsyncLLM") -> dict[str, Any]:
-    """As `get`."""
-    return _described(self, await self.engine_core.call_utility_async("readout_status"))
+    """As `get`; counters are those of all engines."""
+    await _refreshed(self)
+    counters = await call_engines(self.engine_core, "readout_status")
+    return _described(self, added_counters(counters))
 
 
 @contextmanager
@@ -144,8 +161,21 @@ class Registry(Protocol):
         """Remove a module, if it is there."""
 
 
+def _front_end(engine: Any) -> Any:
+    """The object in which the features of a front end meet."""
+    return engine.input_processor.residual
+
+
+async def _refreshed(engine: "AsyncLLM") -> Any:
+    """As `_front_end`, once it knows what other API servers have registered."""
+    front_end = _front_end(engine)
+    if front_end.followed is not None:
+        await front_end.followed.refresh()
+    return front_end
+
+
 def _registries(engine: Any) -> list[Registry]:
-    found: list[Registry] = engine.input_processor.residual.registries
+    found: list[Registry] = _front_end(engine).registries
     return found
 
 
@@ -166,16 +196,6 @@ def _having(engine: Any) -> dict[str, ModuleInfo]:
             None,
         )
     return registries[0].modules
-
-
-def _put(engine: Any, info: ModuleInfo) -> None:
-    for registry in _registries(engine):
-        registry.put(info)
-
-
-def _remove(engine: Any, name: str) -> None:
-    for registry in _registries(engine):
-        registry.remove(name)
 
 
 def _tap(layer: Any, hook: Any) -> Tap | None:
@@ -207,27 +227,13 @@ def _checked(
     replace: bool,
     kind: str = "",
 ) -> ModuleInfo:
-    having = _having(engine)
+    _having(engine)
     good = isinstance(name, str) and name.isprintable() and name.strip() == name
     if not good or not 0 < len(name) <= MAX_NAME:
         raise fail(f"name must be text of 1 to {MAX_NAME} characters", "name", name)
-    if name in having and not replace:
-        raise fail(
-            f'name: a module {name!r} exists; unregister it first, or set "replace": '
-            "true",
-            "name",
-            name,
-        )
+    _check_free(engine, name, replace)
     if not isinstance(path, str) or not path:
         raise fail("path must name a file or folder on the server", "path", path)
-    servers = engine.vllm_config.parallel_config._api_process_count
-    if servers > 1:
-        raise fail(
-            f"name: with {servers} API server processes modules can be named at the "
-            "start only; use --readout-modules or --sae",
-            "name",
-            name,
-        )
     model = engine.vllm_config.model_config
     info = ModuleInfo(**described_file(name, path, model, kind, tap))
     if tap is not None and info.kind != "sae":
@@ -239,6 +245,16 @@ def _checked(
         )
     check_place(info, engine.vllm_config.capture_config.hook_points or {})
     return info
+
+
+def _check_free(engine: Any, name: Any, replace: bool) -> None:
+    if name in _having(engine) and not replace:
+        raise fail(
+            f'name: a module {name!r} exists; unregister it first, or set "replace": '
+            "true",
+            "name",
+            name,
+        )
 
 
 def _known(engine: Any, name: Any, kind: str = "") -> None:

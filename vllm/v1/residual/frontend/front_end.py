@@ -9,6 +9,7 @@ later than upstream's.
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumers.memory.api import kept_run
 from vllm.v1.capture.frontend.attach import open_capture
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
@@ -21,21 +22,23 @@ from vllm.v1.residual import nonfinite_streams
 from vllm.v1.residual.engine_stop import log_end as log_end
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.frontend.results import results_of
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.steering.core.refusals import refusal_in
 from vllm.v1.steering.frontend import async_frontend
 from vllm.v1.steering.frontend.admission import request_fields
+from vllm.v1.steering.frontend.dp_engines import Engines
 from vllm.v1.steering.frontend.frontend import (
     NO_STEERING_FRONTEND,
     NoSteering,
     SteeringControl,
 )
+from vllm.v1.steering.frontend.name_sync import FollowedNames
 from vllm.v1.steering.spec.arrays import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -67,6 +70,8 @@ class FrontEnd:
         self.capture = capture
         self.hooks = hooks
         self.control = control
+        self.followed: FollowedNames | None = None
+        """Set if other API server processes register probes and SAEs too."""
         self.steering: NoSteering = NO_STEERING_FRONTEND
         if control is not None:
             self.steering = control.frontend
@@ -77,6 +82,14 @@ class FrontEnd:
         known = [self.readouts, getattr(self.steering, "named", None)]
         return [registry for registry in known if registry is not None]
 
+    def put_module(self, name: str, info: ModuleInfo | None) -> None:
+        """Add or replace a probe or SAE in each feature; None removes it."""
+        for registry in self.registries:
+            if info is None:
+                registry.remove(name)
+            else:
+                registry.put(info)
+
     async def prepare(self, params: Any) -> Any:
         """Bound a request's parameters before they are copied, and parse large ones.
 
@@ -85,6 +98,10 @@ class FrontEnd:
 
         """
         check_request_size(params)
+        if self.followed is not None and isinstance(params, SamplingParams):
+            given = [getattr(params, name) for name in ("readouts", *request_fields())]
+            if any(one is not None for one in given):
+                await self.followed.refresh()
         if isinstance(self.control, async_frontend.AsyncSteeringControl):
             return await self.control.prepare(params)
         return params
@@ -221,6 +238,9 @@ def open_front_end(engine: "LLMEngine | AsyncLLM", offline: bool = False) -> Fro
         control(engine, named, partial(kept_run, capture)),
         readouts if config.capture_config.enabled else None,
     )
+    if not offline and config.parallel_config._api_process_count > 1:
+        ask = Engines(engine.engine_core).owner
+        opened.followed = FollowedNames("readout", ModuleInfo, opened.put_module, ask)
     engine.input_processor.residual = engine.output_processor.residual = opened
     opened.publish(engine.logger_manager)
     return opened

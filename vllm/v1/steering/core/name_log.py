@@ -54,20 +54,27 @@ class NamesLog:
         }
 
 
-def steering_names(core: "EngineCore", known: int) -> list[Any]:
-    """The latest version, and by name what was changed after `known`."""
-    names = _log_of(core)
+def module_names(core: "EngineCore", kind: str, known: int) -> list[Any]:
+    """The latest version, and by name what was changed after `known`.
+
+    Args:
+        core: the engine core.
+        kind: of the modules; each has names of its own.
+        known: a version that the caller has seen.
+
+    """
+    names = _log_of(core, kind)
     return [names.version, names.since(known)]
 
 
-def change_steering_name(
-    core: "EngineCore", known: int, name: str, module: bytes | None
+def change_module_name(
+    core: "EngineCore", kind: str, known: int, name: str, module: bytes | None
 ) -> bool:
     """Register or remove a name; false where `known` is not the latest version."""
-    return _log_of(core).change(known, name, module)
+    return _log_of(core, kind).change(known, name, module)
 
 
-def _log_of(core: "EngineCore") -> NamesLog:
+def _log_of(core: "EngineCore", kind: str) -> NamesLog:
     scheduler: Any = core.scheduler
-    found: NamesLog = scheduler.residual.steering.names
+    found: NamesLog = scheduler.residual.steering.names[kind]
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in the scheduler: slots are assigned, waited for and released."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,7 +69,8 @@ class SteeringScheduling:
         """The global vectors in force."""
         self.held: HeldChange | None = None
         """A change of the global vectors that several engines prepare together."""
-        self.names = NamesLog()
+        self.names: dict[str, NamesLog] = defaultdict(NamesLog)
+        """The logs of names, by kind of module."""
         self.saes: dict[str, str] = {}
         """By name, the fingerprints of the SAEs that the workers hold."""
         self.fired: dict[FiredLabel, int] = {}

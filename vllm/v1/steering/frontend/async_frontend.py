@@ -23,6 +23,7 @@ from vllm.v1.steering.frontend.frontend import (
     SteeringFrontend,
     open_frontend,
 )
+from vllm.v1.steering.frontend.modules import Module
 from vllm.v1.steering.frontend.name_sync import FollowedNames
 from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.spec.sources import Runs
@@ -59,7 +60,9 @@ class AsyncSteeringControl:
         self._names: FollowedNames | None = None
         """Set if other processes change names too."""
         if several and isinstance(frontend, SteeringFrontend):
-            self._names = FollowedNames(frontend.modules, engines.owner)
+            self._names = FollowedNames(
+                "steering", Module, frontend.modules.put, engines.owner
+            )
             frontend.shared.unknown()
 
     async def prepare(self, params: Any) -> Any:
@@ -119,22 +122,24 @@ class AsyncSteeringControl:
         self, name: Any, raw: Any, replace: bool, metadata: Any
     ) -> dict[str, Any]:
         """Register a named module; returns its description."""
-        if not isinstance(self.frontend, SteeringFrontend):
-            return self.frontend.register(name, raw, replace, metadata)
-        module, description = await _beside(self.frontend.prepare, name, raw, metadata)
+        frontend = self.frontend
+        if not isinstance(frontend, SteeringFrontend):
+            return frontend.register(name, raw, replace, metadata)
+        module, description = await _beside(frontend.prepare, name, raw, metadata)
         if self._names is None:
-            self.frontend.modules.register(
-                name, module.tiers, replace, module.provenance
-            )
+            frontend.modules.register(name, module.tiers, replace, module.provenance)
         else:
-            await self._names.register(name, module, replace)
+            await self._names.register(
+                name, module, lambda: frontend.modules.check_free(name, replace)
+            )
         return description
 
     async def unregister(self, name: Any) -> dict[str, Any]:
         """Unregister a named module; returns `{"name": name}`."""
-        if self._names is None:
-            return self.frontend.unregister(name)
-        await self._names.unregister(name)
+        frontend = self.frontend
+        if self._names is None or not isinstance(frontend, SteeringFrontend):
+            return frontend.unregister(name)
+        await self._names.unregister(name, lambda: frontend.modules.check_known(name))
         return {"name": name}
 
     async def describe_modules(self) -> dict[str, Any]:

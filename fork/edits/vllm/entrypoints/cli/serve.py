@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gRPC server does not start with features that it would ignore."""
+"""`vllm serve` starts with features that its protocol and its processes can carry."""
 
 from fork.language import add_import, before
 
 EDITS = [
     add_import(
-        "from vllm.entrypoints.serve.utils.grpc_refusal import refuse_grpc",
-        why="Rejects such options.",
+        "from vllm.entrypoints.serve.utils import serve_args",
+        why="Checks and completes the options.",
     ),
     before(
         scope="ServeSubcommand.cmd",
-        anchor="from vllm.entrypoints.launchers.grpc_server import serve_grpc",
-        insert="refuse_grpc(args)",
-        why="The protocol's messages have no fields for our features.",
+        anchor='if getattr(args, "grpc", False):',
+        insert="serve_args.complete(args)",
+        why="The messages of gRPC have no fields for our features, and kept rows need "
+        "a single API server.",
     ),
 ]
