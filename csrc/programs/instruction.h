@@ -17,7 +17,14 @@ enum class Kind : std::int32_t {
   kMeasure
 };
 
-enum class Activation : std::int32_t { kIdentity, kRelu, kJumpRelu, kStep, kClip };
+enum class Activation : std::int32_t {
+  kIdentity,
+  kRelu,
+  kJumpRelu,
+  kStep,
+  kClip,
+  kSelect
+};
 
 namespace flag {
 constexpr std::int32_t kDot = 1;
@@ -52,7 +59,8 @@ struct Instruction {
   const float* read;         ///< `[rank, width]`
   const float* write;        ///< the same shape; with one direction `read` counts
                              ///< without `kOtherWrite`
-  void* extra;               ///< the mask `[width]`, or a probe's count (int64)
+  void* extra;               ///< the mask `[width]`, a probe's count (int64), or rivals
+                             ///< `[c3, width]`, whose biases are then `threshold`
   const float* bias;
   const float* threshold;
   float c0;

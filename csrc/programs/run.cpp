@@ -36,6 +36,7 @@ float activated(const Instruction& one, float value, float threshold) {
       return value > threshold ? 1.0F : 0.0F;
     case Activation::kClip:
       return clipped(value, one.low, one.high);
+    case Activation::kSelect:
     case Activation::kIdentity:
       break;
   }
@@ -174,6 +175,21 @@ class Row {
     changed_ = changed_ || share != 0.0F;
   }
 
+  /// The value if it is among the largest of all rivals, else 0.
+  float selected(const Instruction& one, float value, float by) const {
+    if (!(value > one.low)) return 0.0F;
+    const bool absolute = one.low < 0.0F;
+    const float size = absolute ? std::abs(value) : value;
+    const auto* row = static_cast<const float*>(one.extra);
+    const auto count = static_cast<std::size_t>(one.c3);
+    auto left = static_cast<std::size_t>(one.c2);
+    for (std::size_t rival = 0; rival < count; ++rival, row += width_) {
+      const float other = dot(x_, row, width_) / by + one.threshold[rival];
+      if ((absolute ? std::abs(other) : other) > size && --left == 0) return 0.0F;
+    }
+    return value;
+  }
+
   void low_rank(const Instruction& one) {
     float size = 1.0F, by = 1.0F;
     if (one.has(flag::kCosine)) {
@@ -187,8 +203,10 @@ class Row {
     std::fill_n(total_, width_, 0.0F);
     for (std::size_t r = 0; r < static_cast<std::size_t>(one.rank); ++r) {
       const float read = dot(x_, one.read + r * width_, width_) / by;
-      const float active =
-          activated(one, read + number(one.bias, r), number(one.threshold, r));
+      const float value = read + number(one.bias, r);
+      const float active = one.activation == Activation::kSelect
+                               ? selected(one, value, by)
+                               : activated(one, value, number(one.threshold, r));
       float amount = share * (one.c0 + number(one.own_c0, r) +
                               (one.c1 + number(one.own_c1, r)) * active);
       if (one.has(flag::kOnlyActive) && active == 0.0F) amount = 0.0F;

@@ -23,11 +23,7 @@ python examples/steering/extract_and_steer.py --out examples/steering/tone.safet
 
 
 def small_engine(**options: Any) -> LLM:
-    """An engine on the demo model that takes little memory and starts quickly."""
+    """An engine, by default on the demo model, that starts quickly."""
     print("starting the engine, up to half a minute", file=sys.stderr)
-    return LLM(
-        str(DEMO / "weights"),
-        enforce_eager=True,
-        enable_steering=True,
-        **options,
-    )
+    usual = {"model": str(DEMO / "weights"), "enforce_eager": True}
+    return LLM(enable_steering=True, **usual | options)

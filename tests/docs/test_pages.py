@@ -106,3 +106,17 @@ def test_the_readme_names_the_release_that_is_pinned() -> None:
         f"## {pins['version']}+{pins['revision']}"
         in (ROOT / "CHANGELOG.md").read_text()
     )
+
+
+def test_the_clients_page_has_every_method() -> None:
+    page = (ROOT / "docs" / "reference" / "client.md").read_text()
+    source = ROOT / "client" / "clearbox_client" / "client.py"
+    (client,) = (
+        node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    methods = [one.name for one in client.body if isinstance(one, ast.FunctionDef)]
+    public = [name for name in methods if not name.startswith("_")]
+    assert len(public) > 20
+    assert not [name for name in public if not re.search(rf"\b{name}\b", page)]

@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_the_readme(run_script: Run) -> None:
-    capture, steer = blocks(ROOT / "README.md", "python")
+    # `test_tutorial.py` runs the last one, which needs a server.
+    capture, steer, _ = blocks(ROOT / "README.md", "python")
     printed = run_script(f"{capture}\n    del llm\n{steer}")
     assert ", 192])" in printed
     texts = [line.partition("  # ")[2] for line in steer.splitlines() if "  # " in line]

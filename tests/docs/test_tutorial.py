@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.docs._pages import ROOT, blocks
@@ -27,9 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def words_of(command: str) -> list[str]:
+    """The words of a command, which may have several lines."""
+    return shlex.split(command.replace("\\\n", " "))
+
+
 def run(folder: Path, command: str, *more: str) -> str:
     """Run a command `vllm ...` of a page."""
-    _, *words = shlex.split(command)
+    _, *words = words_of(command)
     program = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words, *more]
     done = subprocess.run(program, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,11 +52,11 @@ def server(folder: Path) -> Iterator[Server]:
     told = run(folder, train, *small)
     assert "gloomy.safetensors" in told
     assert "AUROC" in run(folder, evaluate, *small)
-    words = shlex.split(serve.replace("/tmp/flagged", str(folder / "flagged")))
+    words = words_of(serve.replace("/tmp/flagged", str(folder / "flagged")))
     assert words[:3] == ["vllm", "serve", "examples/demo_model/weights"]
     named = [w.replace("=gloomy", f"={folder}/gloomy") for w in words[3:]]
     model = folder / "examples" / "demo_model" / "weights"
-    small = (*small, "--enforce-eager", "--max-logprobs", "-1")
+    small = (*small, "--enforce-eager", "--max-logprobs", "-1", "--enable-patching")
     opened = Server(model, *named, *small)
     yield opened
     opened.close()
@@ -71,6 +77,17 @@ def test_the_server_stops_and_keeps_what_it_flags(
     assert len(files) == 6 and all(one.is_file() for one in files)
     assert folder / "flagged" in files[0].parents
     assert "readout:gloomy" in capsys.readouterr().out
+
+
+def test_the_readme_watches_and_patches(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *_, script = blocks(ROOT / "README.md", "python")
+    names: dict[str, Any] = {}
+    exec(script.replace("Client()", f'Client("{server.url}")'), names)
+    grid = names["grid"].values["post_block"]
+    assert grid.shape[0] == 6 and np.isfinite(grid).all() and grid.std() > 0
+    assert len(capsys.readouterr().out.splitlines()) > 10
 
 
 def test_vectors_are_swept_and_evaluated_on_a_server_as_in_an_engine(

@@ -20,6 +20,7 @@ sys.path.insert(0, str(FOLDER))  # the examples are scripts, not an installed pa
 import compare_prompts  # noqa: E402
 import logit_lens  # noqa: E402
 import probe_from_parquet  # noqa: E402
+import two_agents  # noqa: E402
 from small import DEMO_MODEL  # noqa: E402
 
 LAYERS = range(6)
@@ -103,3 +104,15 @@ def test_a_script_runs_by_itself() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.name)
 def test_an_example_stays_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 60
+
+
+def test_two_agents_are_compared(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    two_agents.show(llm, turns=3)
+    printed = capsys.readouterr().out
+    said = re.findall(r"^([AB]): (.+)$", printed, re.M)
+    assert [name for name, _ in said] == ["A", "B"] * 3
+    assert len({text for _, text in said}) > 2
+    found = re.findall(r"^ +(\d)((?: +-?\d\.\d\d){6})$", printed, re.M)
+    assert [int(turn) for turn, _ in found] == [0, 1, 2]
+    values = [float(one) for _, row in found for one in row.split()]
+    assert min(values) < 0.9 and all(-1 <= one <= 1 for one in values)

@@ -164,3 +164,18 @@ def test_the_asynchronous_engine_yields_rows_as_they_come(model: Path) -> None:
     counts = asyncio.run(run())
     assert counts == sorted(counts)
     assert counts[-1] == 8
+
+
+def test_the_package_has_every_public_name() -> None:
+    import vllm_probe_hook
+
+    import vllm
+
+    for name in vllm.__all__:
+        exec(f"from vllm_probe_hook import {name}", {})
+    own = {"LLM", "SamplingParams", "RequestOutput"}
+    assert vllm_probe_hook.LLM is probe_hook.LLM is not vllm.LLM
+    same = set(vllm.__all__) - own
+    assert all(getattr(vllm_probe_hook, name) is getattr(vllm, name) for name in same)
+    with pytest.raises(ImportError):
+        exec("from vllm_probe_hook import Nothing", {})

@@ -11,12 +11,14 @@ import torch
 
 from tests.support.adapters import RANK, adapter
 from tests.support.models import llama
+from tests.support.scripts import load
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import logprobs, params, tokens
 from vllm.lora.request import LoRARequest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
 
+EXAMPLES = Path(__file__).parents[3] / "examples" / "steering"
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
 SIZE = len(PROMPT)
 ADAPTERS = (None, 1, 2)
@@ -104,6 +106,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         max_loras=3,
         max_num_seqs=len(CASES),
         max_steering_configs=len(WAYS),
+        capture_consumers=["inline"],
     )
     yield Bench(llm, references, adapters)
     llm.llm_engine.engine_core.shutdown()
@@ -148,3 +151,39 @@ def test_the_engines_vectors_steer_adapters_too(bench: Bench) -> None:
         )[SIZE - 1 :]
         error = (logprobs(output) - expected).abs().max() / expected.abs().max()
         assert error < 1e-4, (number, float(error))
+
+
+def test_an_oracle_reads_the_row_of_another_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example: a plain run's row, added norm-matched under an adapter."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = load(EXAMPLES, "oracle")
+    subject, before, after = PROMPT[:7], PROMPT[3:8], PROMPT[8:]
+    seen: list[torch.Tensor] = []
+
+    def look(stream: torch.Tensor) -> torch.Tensor:
+        seen.append(stream.clone())
+        return stream
+
+    bench.references[None].logprobs(subject, {example.READ: look})
+    row = example.row_of(bench.llm, subject)
+    assert torch.allclose(row, seen[0][-1], rtol=1e-4, atol=1e-4)
+
+    def inject(stream: torch.Tensor) -> torch.Tensor:
+        changed, place = stream.clone(), len(before) - 1
+        changed[place] += stream[place].norm() * row / row.norm()
+        return changed
+
+    for number in (1, 2):
+        oracle = bench.adapters[number]
+        output = example.ask(
+            bench.llm, oracle, row, before, after, max_tokens=4, logprobs=-1
+        )
+        ids = [*before, *after, *tokens(output)][:-1]
+        first = len(before + after) - 1
+        expected = bench.references[number].logprobs(ids, {example.WRITE: inject})
+        plain = bench.references[number].logprobs(ids, {})
+        largest = expected.abs().max()
+        assert (logprobs(output) - expected[first:]).abs().max() / largest < 1e-4
+        assert (plain - expected)[first:].abs().max() / largest > 1e-3

@@ -84,6 +84,18 @@ class CaptureConsumer(ABC):
 
         """
 
+    @classmethod  # noqa: B027
+    def check_params(cls, params: dict[str, Any]) -> None:
+        """Refuse parameters that are wrong, before the model is loaded.
+
+        Args:
+            params: those of the configuration.
+
+        Raises:
+            Exception: whose message names the parameter, the value and the remedy.
+
+        """
+
     def global_capture_spec(self) -> CaptureSpec | None:
         """What to capture of every request, or None."""
         return None

@@ -17,6 +17,7 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.foreign_variables import consumers_of_variables
 from vllm.v1.capture.registry import (
     check_consumer,
+    check_params,
     consumer_class,
     is_step_consumer,
 )
@@ -236,6 +237,7 @@ def capture_config(
         )
     for consumer in config.consumers:
         check_consumer(consumer_class(consumer.name), consumer.name)
+        check_params(consumer)
     _check_graphsafe_keys(config.graphsafe_keys, model_config)
     _check_spill(config, chosen)
     return config

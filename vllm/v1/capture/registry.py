@@ -200,12 +200,7 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
     try:
         consumer = kind(vllm_config, dict(entry.params))
     except Exception as error:
-        raise CaptureValidationError(
-            f"capture consumer {entry.instance_name!r} rejects its parameters "
-            f"{dict(entry.params)}: {error}",
-            parameter="capture_consumers",
-            value=entry.instance_name,
-        ) from error
+        raise _rejected(entry, error) from error
     if consumer.location != kind.location:
         raise CaptureValidationError(
             f"capture consumer {entry.instance_name!r}: its class has the location "
@@ -217,6 +212,30 @@ def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:
     with suppress(AttributeError):  # A class with slots may not have this attribute.
         consumer.instance_name = entry.instance_name
     return consumer
+
+
+def check_params(entry: "ConsumerConfig") -> None:
+    """Let a consumer's class check its parameters, before the model is loaded.
+
+    Raises:
+        CaptureValidationError: as of `build_consumer`.
+
+    """
+    check = getattr(consumer_class(entry.name), "check_params", None)
+    try:
+        if check is not None:
+            check(dict(entry.params))
+    except Exception as error:
+        raise _rejected(entry, error) from error
+
+
+def _rejected(entry: "ConsumerConfig", error: Exception) -> CaptureValidationError:
+    return CaptureValidationError(
+        f"capture consumer {entry.instance_name!r} rejects its parameters "
+        f"{dict(entry.params)}: {error}",
+        parameter="capture_consumers",
+        value=entry.instance_name,
+    )
 
 
 def check_folders(consumers: Mapping[str, ConsumerCapabilities]) -> None:

@@ -10,7 +10,9 @@ instruction's gate (1 if it has none) and n the norm of x that was saved last:
 - `LOW_RANK`: y = f(read x + bias); x += g sum_r (c0 + c1 y_r) w_r, where each direction
   may have additional c0 and c1, which are added; with `COSINE`, read x is divided by
   |x|, and with `STANDARD` by d + 1e-5 for the standard deviation d of x; the addition
-  is multiplied by |x| or by d;
+  is multiplied by |x| or by d; with f `SELECT`, y is the value if it is above `low` and
+  fewer than c2 of the c3 rivals are larger (in absolute value if `low` is -inf), where
+  a rival's value is that of a row of `mask` with a bias in `threshold`, and else 0;
 - `ROTATE`: the component of x in the plane of u and w, which are orthonormal, keeps its
   norm and gets the angle whose cosine and sine are c0 and c1;
 - `PROBE`: v = x . u (divided as for `LOW_RANK`) + c0, z = c3 (v - c2); the gate
@@ -101,6 +103,8 @@ class Activation(IntEnum):
     """1 if the value is above t, else 0."""
     CLIP = 4
     """The value clipped to `low` and `high`."""
+    SELECT = 5
+    """The value if it is among the largest of all rivals, else 0."""
 
 
 WORDS = 32
@@ -146,8 +150,8 @@ class Instruction:
     alpha: float = 1.0
     activation: Activation = Activation.IDENTITY
     bias: torch.Tensor | None = None  # [r]
-    threshold: torch.Tensor | None = None  # [r]
-    mask: torch.Tensor | None = None  # [H]
+    threshold: torch.Tensor | None = None  # [r]; `SELECT`: [rivals]
+    mask: torch.Tensor | None = None  # [H]; `SELECT`: [rivals, H]
     own_c0: torch.Tensor | None = None  # [r]
     own_c1: torch.Tensor | None = None  # [r]
     gate: int = NO_GATE
@@ -406,16 +410,20 @@ def _low_rank(
     gate: torch.Tensor | None,
 ) -> Outcome:
     read = stream @ one.read.T
-    size = _ones(stream)
+    size = by = _ones(stream)
     if one.flags & Flag.COSINE:
         size = stream.norm(dim=-1, keepdim=True)
-        read = read / size.clamp(min=SMALLEST)
+        by = size.clamp(min=SMALLEST)
     elif one.flags & Flag.STANDARD:
         size = stream.std(dim=-1, keepdim=True)
-        read = read / (size + DEVIATION)
+        by = size + DEVIATION
+    read = read / by
     if one.bias is not None:
         read = read + one.bias
-    active = _activated(one, read)
+    if one.activation == Activation.SELECT:
+        active = _selected(one, read, stream / by)
+    else:
+        active = _activated(one, read)
     c0 = one.c0 if one.own_c0 is None else one.c0 + one.own_c0
     c1 = one.c1 if one.own_c1 is None else one.c1 + one.own_c1
     amount = (size if gate is None else gate * size) * (c0 + c1 * active)
@@ -435,6 +443,22 @@ def _activated(one: Instruction, read: torch.Tensor) -> torch.Tensor:
     if one.activation == Activation.CLIP:
         return read.clamp(one.low, one.high)
     return read
+
+
+def _selected(
+    one: Instruction, read: torch.Tensor, scaled: torch.Tensor
+) -> torch.Tensor:
+    """The values `[n, r]` that are among the largest of all rivals; others are 0."""
+    assert one.mask is not None and one.threshold is not None, "there are rivals"
+    rivals = scaled @ one.mask.T + one.threshold
+    sizes = read
+    if one.low < 0:
+        rivals, sizes = rivals.abs(), read.abs()
+    # A matrix product may round a feature's own value in another way.
+    own = (one.mask[:, None] == one.read).all(-1)  # [rivals, r]
+    larger = (rivals[:, :, None] > sizes[:, None]) & ~own
+    kept = (larger.sum(1) < one.c2) & (read > one.low)
+    return torch.where(kept, read, 0.0)
 
 
 def _rotate(

@@ -71,6 +71,7 @@ if HAS_TRITON:
     _JUMPRELU = tl.constexpr(int(Activation.JUMPRELU))
     _STEP = tl.constexpr(int(Activation.STEP))
     _CLIP = tl.constexpr(int(Activation.CLIP))
+    _SELECT = tl.constexpr(int(Activation.SELECT))
 
     @triton.jit
     def _vector(address, column, mask, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -109,6 +110,33 @@ if HAS_TRITON:
         if activation == _CLIP:
             found = tl.minimum(tl.maximum(value, low), high)
         return found
+
+    @triton.jit
+    def _selected(  # type: ignore[no-untyped-def]
+        value,
+        x,
+        by,
+        low,
+        most,
+        count,
+        rows,
+        biases,
+        column,
+        mask,
+        width,
+        ALIGNED: tl.constexpr,
+    ):
+        """The value if it is among the `most` largest of `count` rivals, else 0."""
+        absolute = low < 0.0
+        size = tl.where(absolute, tl.abs(value), value)
+        larger = tl.full([], 0.0, tl.float32)
+        for rival in range(tl.cast(count, tl.int32)):
+            other = tl.sum(x * _vector(rows, column, mask, ALIGNED)) / by
+            other += _number(biases, rival, 0.0)
+            other = tl.where(absolute, tl.abs(other), other)
+            larger += tl.where(other > size, 1.0, 0.0)
+            rows += width * 4
+        return tl.where((larger < most) & (value > low), value, 0.0)
 
     @triton.jit
     def _opened_at(gates_ptr, stride, token, first, gate):  # type: ignore[no-untyped-def]
@@ -312,6 +340,22 @@ if HAS_TRITON:
                     value = tl.sum(x * direction) / by + _number(biases, place, 0.0)
                     threshold = _number(thresholds, place, 0.0)
                     active = _activated(value, threshold, activation, low, high)
+                    if activation == _SELECT:
+                        rivals = tl.load(longs + 6)
+                        active = _selected(
+                            value,
+                            x,
+                            by,
+                            low,
+                            c2,
+                            c3,
+                            rivals,
+                            thresholds,
+                            column,
+                            mask,
+                            width,
+                            ALIGNED,
+                        )
                     own = (c1 + _number(c1s, place, 0.0)) * active
                     amount = gate * size * (c0 + _number(c0s, place, 0.0) + own)
                     if (flags & _ONLY_ACTIVE) != 0:

@@ -82,6 +82,11 @@ class InlineConsumer(CaptureConsumer):
         )
         self._params = InlineParams.parse(params, host_bytes)
 
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> None:
+        """As of `CaptureConsumer`."""
+        InlineParams.parse(params, BUDGET.limit)
+
     @property
     def max_inflight_bytes(self) -> int:
         """Maximum bytes of rows of all requests in flight; checked by the front end."""

@@ -36,6 +36,17 @@ class LoggingConsumer(CaptureConsumer):
     remembers_specs: ClassVar[bool] = False
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
+        self.check_params(params)
+        self._level = LEVELS[params.get("level", "INFO")]
+        self._spec = (
+            CaptureSpec(params["hooks"], params.get("positions", "last_prompt"))
+            if "hooks" in params
+            else None
+        )
+
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> None:
+        """As of `CaptureConsumer`."""
         unknown = params.keys() - {"hooks", "positions", "level"}
         if unknown:
             raise CaptureValidationError(
@@ -52,12 +63,6 @@ class LoggingConsumer(CaptureConsumer):
                 parameter="capture_consumers.logging.level",
                 value=level,
             )
-        self._level = LEVELS[level]
-        self._spec = (
-            CaptureSpec(params["hooks"], params.get("positions", "last_prompt"))
-            if "hooks" in params
-            else None
-        )
 
     def global_capture_spec(self) -> CaptureSpec | None:
         """The spec in the parameters."""

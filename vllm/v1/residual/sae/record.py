@@ -30,7 +30,7 @@ class SAEPlace:
     """The place as `(layer, hook point)`; None if it is not one of our hook points."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, kw_only=True)
 class SparseAutoencoder:
     """An encoder and a decoder, with every foldable convention folded in.
 

@@ -124,12 +124,13 @@ def _unfit(name: str, why: str, at: str) -> SteeringValidationError:
 
 
 def _check_selection(use: FeatureUse, sae: NamedSAE, at: str) -> None:
-    """Refuse modes that would need all features of a token to be computed."""
-    if use.needs_activation and sae.selection != "threshold":
+    """Refuse modes that would need all features where a transcoder reads."""
+    if use.carries and sae.selection != "threshold":
         raise fail(
-            f"{at}: whether a feature of {shown(use.sae)} is active depends on all "
-            f"{sae.size} of them ({sae.selection}), which are not computed here; use "
-            '"mode": "add" without only_if_active, or an SAE with thresholds',
+            f"{at}: whether a feature of the transcoder {shown(use.sae)} is active "
+            f"depends on all {sae.size} of them ({sae.selection}), of which one is "
+            'carried to where it writes; use "mode": "add" without only_if_active, or '
+            "a transcoder with thresholds",
             f"{at}.mode",
             use.mode,
         )

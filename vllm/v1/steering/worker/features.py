@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feature operations as instructions: encoder rows are read, decoder rows written."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -100,28 +102,69 @@ def _decoder_row(use: FeatureUse, sae: SparseAutoencoder) -> torch.Tensor:
     return row.float().contiguous()
 
 
+_RIVALS: "WeakKeyDictionary[SparseAutoencoder, torch.Tensor]" = WeakKeyDictionary()
+"""The encoders whose features are selected, `[d_sae, d_in]`, as programs read them."""
+
+
+def _rows(sae: SparseAutoencoder, place: slice) -> torch.Tensor:
+    """Encoder rows `[n, d_in]` of features, for the product with a row as it is."""
+    rows = sae.w_enc[:, place].T.float().contiguous()
+    if sae.input_norm == "constant_norm_rescale":
+        return rows * sae.d_in**0.5
+    if sae.input_norm == "layer_norm":
+        return rows - rows.mean(dim=-1, keepdim=True)
+    return rows
+
+
+def _selecting(feature: int, sae: SparseAutoencoder) -> dict[str, Any]:
+    """The fields of an instruction that finds whether a feature is among the largest.
+
+    All rivals are encoded for each token, as an activation depends on all of them.
+    """
+    assert sae.k is not None, "only a threshold has no k"
+    if sae not in _RIVALS:
+        _RIVALS[sae] = _rows(sae, slice(None))
+    most, count = sae.k, sae.d_sae
+    if sae.selection == "groupmax":
+        most, count = 1, sae.d_sae // sae.k
+    first = feature // count * count
+    place = slice(first, first + count)
+    return {
+        "activation": Activation.SELECT,
+        "low": -math.inf if sae.selection == "abstopk" else 0.0,
+        "c2": float(most),
+        "c3": float(count),
+        "mask": _RIVALS[sae][place],
+        "threshold": sae.b_enc[place].float().contiguous(),
+    }
+
+
 def _encoded(use: FeatureUse, sae: SparseAutoencoder) -> Instruction:
     place = slice(use.feature, use.feature + 1)
-    read = sae.w_enc[:, place].T.float().contiguous()  # [1, d_in]
+    read = _rows(sae, place)  # [1, d_in]
     write = _decoder_row(use, sae)
     c0, c1 = use.amounts
     flags = Flag.ONLY_ACTIVE if use.only_if_active else Flag.NONE
     if sae.input_norm == "constant_norm_rescale":
-        root = sae.d_in**0.5
-        flags, read, write = flags | Flag.COSINE, read * root, write / root
+        flags, write = flags | Flag.COSINE, write / sae.d_in**0.5
     elif sae.input_norm == "layer_norm":
-        flags, read = flags | Flag.STANDARD, read - read.mean()
+        flags = flags | Flag.STANDARD
     threshold = torch.zeros(1, device=read.device)
     if sae.threshold is not None:  # Activations are not negative.
         threshold = sae.threshold[place].clamp(min=0.0)
+    active: dict[str, Any] = {
+        "activation": Activation.JUMPRELU,
+        "threshold": threshold.float().contiguous(),
+    }
+    if sae.selection != "threshold" and use.needs_activation:
+        active = _selecting(use.feature, sae)
     return Instruction(
         Kind.LOW_RANK,
         read,
         write=write,
         flags=flags,
-        activation=Activation.JUMPRELU,
+        **active,
         bias=sae.b_enc[place].float().contiguous(),
-        threshold=threshold.float().contiguous(),
         own_c0=torch.full_like(threshold, c0),
         own_c1=torch.full_like(threshold, c1),
     )
@@ -146,10 +189,11 @@ def together(features: Iterable[tuple[str, Numbered]]) -> list[Numbered]:
     return sorted(made, key=lambda numbered: numbered[0])
 
 
-def _alike(feature: tuple[str, Numbered]) -> tuple[str, int, int, int]:
+def _alike(feature: tuple[str, Numbered]) -> tuple[str, int, int, int, int]:
     name, (number, one) = feature
     alone = -1 if one.kind == Kind.LOW_RANK else number  # Of a transcoder.
-    return name, one.gate, int(one.flags), alone
+    rivals = 0 if one.mask is None else one.mask.data_ptr()
+    return name, one.gate, int(one.flags), alone, rivals
 
 
 def _joined(alike: list[Instruction]) -> Instruction:
@@ -159,6 +203,8 @@ def _joined(alike: list[Instruction]) -> Instruction:
     def all_of(name: str) -> torch.Tensor:
         return torch.cat([getattr(one, name) for one in alike])
 
-    names = ("read", "write", "bias", "threshold", "own_c0", "own_c1")
+    names = ["read", "write", "bias", "own_c0", "own_c1"]
+    if alike[0].mask is None:  # Rivals are shared.
+        names.append("threshold")
     joined: dict[str, Any] = {name: all_of(name) for name in names}
     return replace(alike[0], **joined)

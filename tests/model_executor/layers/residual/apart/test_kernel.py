@@ -96,6 +96,7 @@ def programs(width: int, tokens: int) -> dict[str, Program]:
     first, second = plane(width)
     rows, writes = randn(3, width) / width**0.5, randn(3, width)
     bias = torch.tensor([0.1, -0.2, 0.3], device=DEVICE)
+    rivals, biases = randn(24, width) / width**0.5, randn(24)
     mask = (torch.arange(width, device=DEVICE) % 3 / 2).contiguous()
     project = Instruction(Kind.LINEAR, u, flags=Flag.DOT, c2=-1.0)
     matched = Instruction(Kind.LINEAR, v, flags=Flag.SAVE_NORM, c1=0.3)
@@ -129,6 +130,31 @@ def programs(width: int, tokens: int) -> dict[str, Program]:
                 ),
             )
             for activation in Activation
+            if activation != Activation.SELECT
+        },
+        **{
+            f"features, {most} of 24 above {low}, {flags!r}": (
+                Instruction(
+                    Kind.LOW_RANK,
+                    rivals[3:6],
+                    write=writes,
+                    flags=flags,
+                    activation=Activation.SELECT,
+                    bias=biases[3:6],
+                    threshold=biases,
+                    mask=rivals,
+                    low=low,
+                    c2=most,
+                    c3=24.0,
+                    own_c0=4 * bias,
+                    own_c1=bias - 1,
+                ),
+            )
+            for most, low, flags in (
+                (12.0, 0.0, Flag.NONE),
+                (5.0, float("-inf"), Flag.COSINE),
+                (9.0, 0.0, Flag.STANDARD | Flag.ONLY_ACTIVE),
+            )
         },
         "feature": (
             Instruction(
@@ -219,18 +245,28 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
             y = y if one.bias is None else y + wide(one.bias)
             t = 0.0 if one.threshold is None else wide(one.threshold)
             f = {
-                Activation.IDENTITY: y,
-                Activation.RELU: y.relu(),
-                Activation.JUMPRELU: y * (y > t),
-                Activation.STEP: (y > t).double(),
-                Activation.CLIP: y.clamp(one.low, one.high),
-            }[one.activation]
+                Activation.IDENTITY: lambda y=y: y,
+                Activation.RELU: lambda y=y: y.relu(),
+                Activation.JUMPRELU: lambda y=y, t=t: y * (y > t),
+                Activation.STEP: lambda y=y, t=t: (y > t).double(),
+                Activation.CLIP: lambda one=one, y=y: y.clamp(one.low, one.high),
+                Activation.SELECT: lambda a=(one, x, y, size): selected(*a),
+            }[one.activation]()
             c0 = one.c0 if one.own_c0 is None else one.c0 + wide(one.own_c0)
             c1 = one.c1 if one.own_c1 is None else one.c1 + wide(one.own_c1)
             amount = size * (c0 + c1 * f)
             amount = amount * (f != 0) if one.flags & Flag.ONLY_ACTIVE else amount
             x = x + g * amount @ wide(one.written)
     return x
+
+
+def selected(one: Instruction, x: Any, y: Any, size: Any) -> torch.Tensor:
+    """The y that are among the largest of all rivals, by sorting."""
+    by = size + 1e-5 if one.flags & Flag.STANDARD else size
+    rivals = one.mask.double().cpu() @ x / by + one.threshold.double().cpu()
+    sizes, own = (rivals, y) if one.low == 0 else (rivals.abs(), y.abs())
+    least = sizes.sort(descending=True).values[int(one.c2) - 1]
+    return torch.where((own > least - 1e-9) & (y > one.low), y, 0.0)
 
 
 def index_of(program: Program) -> tuple[torch.Tensor, Any]:

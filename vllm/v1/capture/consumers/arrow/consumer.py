@@ -45,6 +45,11 @@ class ArrowConsumer(StorageSink):
         self._params = parsed = ArrowParams.parse(params)
         super().__init__("arrow", vllm_config, parsed, _Tables(parsed))
 
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> None:
+        """As of `CaptureConsumer`."""
+        ArrowParams.parse(params)
+
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Parse `hooks`, `positions`, `readouts`, `tag` and `request_id`.
 

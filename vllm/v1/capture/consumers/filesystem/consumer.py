@@ -36,6 +36,11 @@ class FilesystemConsumer(StorageSink):
         layouts = Layouts(parsed, ShardedLayout(parsed))
         super().__init__("filesystem", vllm_config, parsed, layouts)
 
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> None:
+        """As of `CaptureConsumer`."""
+        FilesystemParams.parse(params)
+
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Parse a `FilesystemCaptureRequest`, or a dict with its fields.
 

@@ -47,7 +47,7 @@ class MemoryConsumer(CaptureConsumer):
     def __init__(
         self, vllm_config: "VllmConfig | None", params: dict[str, Any]
     ) -> None:
-        check_byte_limits(self.kind, params, ["max_bytes"])
+        self.check_params(params)
         host_bytes = BUDGET.limit
         if vllm_config is not None:
             host_bytes = vllm_config.capture_config.host_memory_bytes
@@ -62,6 +62,11 @@ class MemoryConsumer(CaptureConsumer):
                 )
         most = params.get("max_bytes", max(host_bytes // 2, 1))
         self.store = RowStore(most, self.evicts)
+
+    @classmethod
+    def check_params(cls, params: dict[str, Any]) -> None:
+        """As of `CaptureConsumer`."""
+        check_byte_limits(cls.kind, params, ["max_bytes"])
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Check the spec and the name, and that there is room for the rows."""
