@@ -128,6 +128,8 @@ def main() -> None:
                 flush=True,
             )
     report["turns"] = turns
+    for found in (every, *(one for each in turns.values() for one in each)):
+        del found["norms"]
     for mode, each in turns.items():
         print(f"median {mode}: {median(one['ratio'] for one in each):.3f}", flush=True)
     reports.save(report, options.out)

@@ -3,14 +3,9 @@
 
 python examples/capture/two_agents.py
 
-Both are the same model with other instructions. Before each turn the row of the last
-token is captured at every layer. The table has the cosine between the two agents' rows
-of the same turn, less the mean over all turns: rows of one model are alike whatever
-they say.
+Both are one model with other instructions. The table has the cosine of their rows (last
+token, before each turn), less the mean over all turns: rows of one model are all alike.
 """
-
-import argparse
-from pathlib import Path
 
 import torch
 from small import DEMO_MODEL, small_engine
@@ -26,48 +21,34 @@ PARAMS = SamplingParams(
 )
 
 
-def talk(llm: LLM, turns: int) -> tuple[list[tuple[str, str]], torch.Tensor]:
-    """A conversation, and its rows, `[agents, turns, layers, hidden_size]`."""
-    said: list[tuple[str, str]] = []
+def talk(llm: LLM, turns: int) -> torch.Tensor:
+    """Print a conversation; returns rows `[agents, turns, layers, hidden_size]`."""
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in AGENTS}
+    chats = {name: [{"role": "system", "content": AGENTS[name]}] for name in AGENTS}
     heard = dict.fromkeys(AGENTS, OPENING)
-    history = {
-        name: [{"role": "system", "content": text}] for name, text in AGENTS.items()
-    }
     for _ in range(turns):
         for name, other in zip(AGENTS, reversed(AGENTS)):
-            history[name].append({"role": "user", "content": heard[name]})
-            (output,) = llm.chat(history[name], PARAMS, use_tqdm=False)
-            answer = output.outputs[0].text.strip()
+            chats[name].append({"role": "user", "content": heard[name]})
+            (output,) = llm.chat(chats[name], PARAMS, use_tqdm=False)
             payload = output.capture_results["inline"].payload
-            taps = sorted(payload)
-            rows[name].append(torch.stack([payload[tap][-1].float() for tap in taps]))
-            history[name].append({"role": "assistant", "content": answer})
-            said.append((name, answer))
-            heard[other] = answer
-    return said, torch.stack([torch.stack(rows[name]) for name in AGENTS])
-
-
-def cosines(rows: torch.Tensor) -> torch.Tensor:
-    """The cosine of the two agents' rows, `[turns, layers]`, less the mean of all."""
-    centred = rows - rows.mean(dim=(0, 1), keepdim=True)
-    return torch.nn.functional.cosine_similarity(centred[0], centred[1], dim=-1)
+            rows[name].append(
+                torch.stack([payload[tap][-1] for tap in sorted(payload)])
+            )
+            heard[other] = output.outputs[0].text.strip()
+            chats[name].append({"role": "assistant", "content": heard[other]})
+            print(f"{name}: {heard[other]}")
+    return torch.stack([torch.stack(rows[name]) for name in AGENTS]).float()
 
 
 def show(llm: LLM, turns: int) -> None:
-    """Let them talk, and print what they said and how alike they were."""
-    said, rows = talk(llm, turns)
-    for name, text in said:
-        print(f"{name}: {text}")
-    found = cosines(rows)
-    print("\nturn " + "".join(f"layer {n:<2}" for n in range(found.shape[1])))
-    for turn, values in enumerate(found):
+    """Let them talk, and print how alike they were."""
+    rows = talk(llm, turns)
+    rows -= rows.mean(dim=(0, 1), keepdim=True)
+    cosines = torch.nn.functional.cosine_similarity(rows[0], rows[1], dim=-1)
+    print("\nturn " + "".join(f"layer {n:<2}" for n in range(cosines.shape[1])))
+    for turn, values in enumerate(cosines):
         print(f"{turn:4} " + "".join(f"{float(value):8.2f}" for value in values))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
-    parser.add_argument("--turns", type=int, default=4)
-    args = parser.parse_args()
-    show(small_engine(args.model, "inline"), args.turns)
+    show(small_engine(DEMO_MODEL, "inline"), turns=4)

@@ -183,13 +183,14 @@ OWN_COMMANDS = (
             ),
             "sweep": Action(
                 "Try layers and coefficients; a table and a plot.",
-                "--model M --vectors FILE --prompt TEXT",
+                "(--model M | --server URL) --vectors FILE --prompt TEXT",
                 "steer.sweep",
                 EAGER,
             ),
             "eval": Action(
                 "Measure effect and damage against controls, and recommend a dose.",
-                "--model M --vectors FILE --pairs FILE --harmless FILE",
+                "(--model M | --server URL) --vectors FILE --pairs FILE "
+                "--harmless FILE",
                 "steer.eval",
                 EAGER,
             ),

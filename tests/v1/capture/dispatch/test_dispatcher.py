@@ -159,6 +159,32 @@ def test_steps_that_continue_each_other_give_the_same_rows(
     )
 
 
+def test_rows_that_nobody_keeps_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, copied = Bench(["a", "b"]), []
+    for position in range(5):
+        bench.step({"a": position, "b": position})
+    bench.send(hand_on=False)
+    gather = Taken.gather
+
+    def note(self: Taken, pieces: Any, copies: Any) -> Any:
+        copied.append(self.req_id)
+        return gather(self, pieces, copies)
+
+    monkeypatch.setattr(Taken, "gather", note)
+    for name, keeps in (("a", False), ("b", True)):
+        request: Any = bench.dispatcher._requests[name]
+        request.keeps_rows = lambda _, keeps=keeps: keeps
+        request.finish = lambda _: ({}, {})
+    ends: Any = [SimpleNamespace(request_id=name) for name in "ab"]
+    bench.dispatcher.end(ends)
+    bench.send(hand_on=False)
+    assert copied == ["b"]
+    bench.dispatcher.close(5)
+    assert not bench.staging.ring._taken, "all memory of the steps is free"
+
+
 def test_rows_are_settled_by_the_steps_behind_them() -> None:
     bench = Bench(["a"])
     for position in range(5):

@@ -183,7 +183,12 @@ class Dispatcher:
     def _finish(self, ends: Sequence[RequestEnd]) -> None:
         """Submit the last rows and the ends of requests, several in one packet."""
         try:
-            self._hand_on_to([end.request_id for end in ends])
+            kept = [end.request_id for end in ends if self._keeps_rows(end)]
+            if len(kept) < len(ends):  # Rows that nobody gets are not copied.
+                self._pending.take(
+                    [end.request_id for end in ends if end.request_id not in kept]
+                )
+            self._hand_on_to(kept)
         except Exception:  # The requests still end, and report missing rows.
             logger.exception("Captured rows could not be distributed to their requests")
         last = LastRows()
@@ -200,6 +205,10 @@ class Dispatcher:
                 self._submit_last(last)
                 last = LastRows()
         self._submit_last(last)
+
+    def _keeps_rows(self, end: RequestEnd) -> bool:
+        request = self._requests.get(end.request_id)
+        return request is None or request.keeps_rows(end)
 
     def _submit_last(self, last: "LastRows") -> None:
         self._submit(last.chunks)

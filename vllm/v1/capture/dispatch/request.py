@@ -159,6 +159,14 @@ class CapturedRequest:
         """Add rows of a group; returns the rows to submit now, by instance."""
         return self._chunks(group, self._ledgers[group].add(rows))
 
+    def keeps_rows(self, end: RequestEnd) -> bool:
+        """Whether any reader gets rows; `keep_when` may have decided that none does."""
+        stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
+        return end.error is not None or any(
+            name not in end.kept or overlap(self._spans_kept(name, end), 0, stop)
+            for name in self._plan.row_lanes
+        )
+
     def finish(
         self, end: RequestEnd
     ) -> tuple[dict[str, list[AnyChunk]], dict[str, Ending]]:
