@@ -222,7 +222,7 @@ def nothing_kept(taps: Iterable[Tap], model: ModelFacts) -> RowsByTap:
     rows = RowsByTap()
     dtype = getattr(torch, model.dtype)
     for tap in taps:
-        facts = {"positions": [], "token_ids": [], "encoding": None}
+        facts: dict[str, Any] = {"positions": [], "token_ids": [], "encoding": None}
         rows.put(tap, torch.empty(0, model.hidden_size, dtype=dtype), facts)
     return rows
 

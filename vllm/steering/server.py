@@ -93,7 +93,7 @@ class ServerEngine:
         if params.logprobs is not None:
             fields["return_tokens_as_token_ids"] = True
         call = self._client.chat if isinstance(prompt, list) else self._client.complete
-        return _output(call(asked, **fields))  # type: ignore[operator]
+        return _output(call(asked, **fields))
 
 
 def _output(reply: Reply) -> RequestOutput:
@@ -120,7 +120,7 @@ def _output(reply: Reply) -> RequestOutput:
     made.capture_results = {
         name: CaptureResult(
             ("", -1, "*"),  # type: ignore[arg-type]
-            one.status,  # type: ignore[arg-type]
+            one.status,
             one.error,
             {tap: torch.from_numpy(rows.values) for tap, rows in reply.rows.items()},
         )

@@ -245,7 +245,7 @@ def capture_config(
 
 def _optional_points(args: "EngineArgs") -> list[str]:
     """The enabled hook points beside those of the stream, in a fixed order."""
-    wanted = {*MLP_POINTS, "mlp_add"} if args.mlp_hook_points else set()
+    wanted: set[str] = {*MLP_POINTS, "mlp_add"} if args.mlp_hook_points else set()
     for name in _texts(args.hook_points):
         if name == "all":
             wanted.update(OPTIONAL_POINTS)
