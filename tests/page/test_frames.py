@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.browser import opened
@@ -149,3 +150,33 @@ def test_a_long_text_scrolls(url: str) -> None:
         assert tab.locator(".token").count() == LONG
     print(f"dropped while {LONG} tokens scroll: {late(frames):.2%}; {late(idle):.2%}")
     assert late(frames) <= late(idle) + 0.05
+
+
+def listed(logprobs: np.ndarray, count: int = 20) -> list[tuple[int, float]]:
+    """The likeliest tokens, as the server lists them."""
+    return [(int(k), float(logprobs[k])) for k in np.argsort(-logprobs)[:count]]
+
+
+def test_the_divergence_is_a_useful_lower_bound(url: str) -> None:
+    random = np.random.default_rng()
+    steered, plain = random.normal(0, 5, (2, 300, 500))
+    plain[:100] = steered[:100] + random.normal(0, 0.3, (100, 500))
+    steered, plain = (
+        x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (steered, plain)
+    )
+    true = (np.exp(steered) * (steered - plain)).sum(-1)
+    lists = [[listed(p), listed(q)] for p, q in zip(steered, plain)]
+    with opened() as tab:
+        tab.goto(url + "/lens/")
+        bounds = tab.evaluate(
+            "async lists => { const found = await import('/lens/views/pair.js');"
+            "return lists.map(one => found.klAtLeast(...one)); }",
+            lists,
+        )
+    share = np.array(bounds) / true
+    assert share.max() <= 1 + 1e-6
+    # Most of their likely tokens differ in the last 200 pairs.
+    print(
+        f"of the divergence: {np.median(share[:100]):.2f}, {np.median(share[100:]):.2f}"
+    )
+    assert np.median(share[:100]) > 0.9 and np.median(share[100:]) > 0.2

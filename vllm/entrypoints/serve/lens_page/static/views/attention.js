@@ -36,7 +36,8 @@ export function Attention({ model, facts, state, update }) {
   const can = facts.readouts?.enabled && has("q");
   const layer = state.layer ?? layers[0] ?? 0;
   const head = Math.min(state.head ?? 0, (weights?.length ?? 1) - 1);
-  const fit = Math.min(MOST, Math.floor(Math.sqrt(NUMBERS / (weights?.length ?? MOST_HEADS))) - 1);
+  const context = facts.models.find(({ id }) => id === model)?.max_model_len ?? MOST + 1;
+  const fit = Math.min(MOST, context - 1, Math.floor(Math.sqrt(NUMBERS / (weights?.length ?? MOST_HEADS))) - 1);
   const tokens = text?.tokens.slice(0, fit) ?? [];
   const ids = tokens.map((token) => token.id);
   const body = attentionBody(model, ids, [layer]);

@@ -10,21 +10,26 @@ import { generate, newRun, requestOf, stampOf } from "./run.js";
 
 const REST_MS = 250;
 
-// KL(steered ‖ plain) over the tokens that both answers list and all others as one: the
-// whole divergence is at least this.
+// KL(steered ‖ plain) of two lists of the likeliest tokens: the whole divergence is at least
+// this. Tokens of one list only are joined to one event; what the other list gives them is
+// at most its smallest probability for each, and is chosen so that the divergence is least.
 export function klAtLeast(steered, plain) {
-  const base = new Map(plain);
-  let sum = 0;
-  let [restP, restQ] = [1, 1];
-  for (const [id, logprob] of steered) {
-    if (!base.has(id)) continue;
-    const p = Math.exp(logprob);
-    sum += p * (logprob - base.get(id));
-    restP -= p;
-    restQ -= Math.exp(base.get(id));
+  const [p, q] = [steered, plain].map((list) => new Map(list.map(([id, logprob]) => [id, Math.exp(logprob)])));
+  const sum = (list) => list.reduce((total, one) => total + one, 0);
+  const rest = (list) => Math.max(1e-9, 1 - sum([...list.values()]));
+  const own = (list, other) => [...list].filter(([id]) => !other.has(id)).map(([, chance]) => chance);
+  const most = (list, count) => Math.min(rest(list), count * Math.min(...list.values()));
+  const [onlyP, onlyQ] = [own(p, q), own(q, p)];
+  const [newP, newQ] = [sum(onlyP), sum(onlyQ)];
+  const [mostP, mostQ] = [most(p, onlyQ.length), most(q, onlyP.length)];
+  let [lostP, lostQ] = [mostP / 2, mostQ / 2]; // Of the tokens that only the other list has.
+  for (let turn = 0; turn < 100; turn++) { // Convex: each step is the least in one of them.
+    lostQ = Math.min(mostQ, (rest(q) * newP) / (newP + rest(p) - lostP));
+    lostP = Math.min(mostP, (rest(p) * newQ) / (newQ + rest(q) - lostQ));
   }
-  if (restP > 1e-6) sum += restP * Math.log(restP / Math.max(restQ, 1e-6));
-  return Math.max(0, sum);
+  const term = (one, other) => (one > 1e-12 ? one * Math.log(one / Math.max(other, 1e-12)) : 0);
+  const both = [...p].filter(([id]) => q.has(id)).map(([id, chance]) => term(chance, q.get(id)));
+  return Math.max(0, sum(both) + term(newP, lostQ) + term(lostP, newQ) + term(rest(p) - lostP, rest(q) - lostQ));
 }
 
 // `fields` are those that steer; null if nothing does.
