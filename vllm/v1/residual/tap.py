@@ -55,6 +55,8 @@ INNER_POINTS: tuple[HookName, ...] = (
     "mlp_add",
 )
 MLP_POINTS: tuple[HookName, ...] = ("mlp_in", "mlp_out")
+DIVIDED_POINTS: tuple[HookName, ...] = ("q", "k", "v", "z", "mlp_act")
+"""Points at which each of several tensor-parallel ranks has some of a row's numbers."""
 OPTIONAL_POINTS = (*MLP_POINTS, *INNER_POINTS)
 """Points that exist only where the engine was started with them."""
 

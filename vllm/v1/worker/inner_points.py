@@ -24,13 +24,10 @@ from vllm.model_executor.layers.attention.encoder_only_attention import (
 from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import (
     MoERunnerInterface,
 )
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.residual.point_shapes import PointShape
 from vllm.v1.residual.tap import Tap
-
-SLICED = ("q", "k", "v", "z", "mlp_act")
-"""Points at which each tensor-parallel rank has some of a row's numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +39,30 @@ class InnerPoint:
     argument: str | int | None
     """The argument of `forward` that is the row, by name or index among the tensors of
     the stream's width; None for what it returns."""
+    ranks: int = 1
+    """How many tensor-parallel ranks divide a row among them."""
+    copies: int = 1
+    """Of these ranks, how many consecutive ones have the same numbers."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row that this rank has."""
+        return self.shape.width * self.copies // self.ranks
+
+    def columns(self, rank: int) -> slice:
+        """Which numbers of a row a tensor-parallel rank has."""
+        start = rank // self.copies * self.width
+        return slice(start, start + self.width)
 
     def attach(self, tap: ResidualTap) -> None:
         """Have the module's calls pass the tap."""
+        if self.ranks > 1:
+            tap.copies = self.copies
         if self.argument is None:
-            self.module.register_forward_hook(_Leaving(tap, self.shape.width))
+            self.module.register_forward_hook(_Leaving(tap, self.width))
             return
         names = list(inspect.signature(self.module.forward).parameters)
-        hook = _Entering(tap, self.shape.width, self.argument, names)
+        hook = _Entering(tap, self.width, self.argument, names)
         self.module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -128,7 +141,7 @@ def find_inner_points(
     for index, layer in layers.items():
         points = {
             **_of_attention(layer, hidden_size, tensor_parallel),
-            **_of_mlp(layer, tensor_parallel),
+            **_of_mlp(layer),
         }
         found.update({(index, n): p for n, p in points.items() if n in names})
     if "embed" in names and 0 in layers:
@@ -160,10 +173,8 @@ def _of_attention(
     if len(cores) != 1:
         return {}
     ((name, core),) = cores
-    points: dict[str, InnerPoint] = {}
-    if tensor_parallel == 1:
-        points.update(_of_core(core))
     block = getattr(layer, name.partition(".")[0])
+    points = _of_core(core, block, tensor_parallel)
     if block is not core and (tensor_parallel == 1 or _reduces(block)):
         shape = PointShape(hidden_size)
         points["attn_in"] = InnerPoint(block, shape, 0)
@@ -171,32 +182,41 @@ def _of_attention(
     return points
 
 
-def _of_core(core: Any) -> dict[str, InnerPoint]:
-    heads = core.num_heads
+def _of_core(
+    core: Any, block: nn.Module, tensor_parallel: int
+) -> dict[str, InnerPoint]:
     if isinstance(core, MLAAttention):
         # Its keys and values are latent; heads exist in what it returns only.
+        heads = core.num_heads * tensor_parallel
         shape = PointShape(heads * core.v_head_dim, heads)
-        return {"z": InnerPoint(core, shape, None)}
-    kv_heads, size, value_size = core.num_kv_heads, core.head_size, core.head_size_v
+        return {"z": InnerPoint(core, shape, None, tensor_parallel)}
+    ranks = copies = 1
+    if tensor_parallel > 1:
+        made = [one for one in block.modules() if isinstance(one, QKVParallelLinear)]
+        if len(made) != 1:  # Nothing else says which ranks have which heads.
+            return {}
+        ranks, copies = made[0].tp_size, made[0].num_kv_head_replicas
+    heads, kv_heads = core.num_heads * ranks, core.num_kv_heads * ranks // copies
+    size, value_size = core.head_size, core.head_size_v
+    queries, returned = (PointShape(heads * n, heads) for n in (size, value_size))
     points = {
-        "q": InnerPoint(core, PointShape(heads * size, heads), "query"),
-        "z": InnerPoint(core, PointShape(heads * value_size, heads), None),
+        "q": InnerPoint(core, queries, "query", ranks),
+        "z": InnerPoint(core, returned, None, ranks),
     }
     if core.kv_sharing_target_layer_name is None:
-        keys = PointShape(kv_heads * size, kv_heads)
-        values = PointShape(kv_heads * value_size, kv_heads)
-        points["k"] = InnerPoint(core, keys, "key")
-        points["v"] = InnerPoint(core, values, "value")
+        keys, values = (PointShape(kv_heads * n, kv_heads) for n in (size, value_size))
+        points["k"] = InnerPoint(core, keys, "key", ranks, copies)
+        points["v"] = InnerPoint(core, values, "value", ranks, copies)
     return points
 
 
-def _of_mlp(layer: nn.Module, tensor_parallel: int) -> dict[str, InnerPoint]:
+def _of_mlp(layer: nn.Module) -> dict[str, InnerPoint]:
     """The points of a layer's MLP or experts."""
     routed: list[Any] = [one for one in layer.modules() if _is_routed(one)]
     if len(routed) == 1 and getattr(routed[0], "gate", None) is None:
         shape = PointShape(routed[0].moe_config.num_logical_experts)
         return {"router_logits": InnerPoint(routed[0], shape, "router_logits")}
-    if routed or tensor_parallel > 1:
+    if routed:
         return {}
     inside = {id(part) for part in layer.modules() if _holds_attention(part)}
     downs = [
@@ -208,7 +228,9 @@ def _of_mlp(layer: nn.Module, tensor_parallel: int) -> dict[str, InnerPoint]:
     ]
     if len(downs) != 1:
         return {}
-    return {"mlp_act": InnerPoint(downs[0], PointShape(downs[0].input_size), 0)}
+    (down,) = downs
+    ranks = down.tp_size if down.input_is_parallel else 1
+    return {"mlp_act": InnerPoint(down, PointShape(down.input_size), 0, ranks)}
 
 
 def _is_routed(module: nn.Module) -> bool:
@@ -231,11 +253,15 @@ def _reduces(block: nn.Module) -> bool:
 
 
 def shapes_of(
-    points: Mapping[Tap, InnerPoint], hidden_size: int
+    points: Mapping[Tap, InnerPoint], hidden_size: int, own: bool = False
 ) -> dict[int, dict[str, tuple[int, int]]]:
-    """The shapes of the points that differ from the stream's, by layer and name."""
+    """The shapes of the points that differ from the stream's, by layer and name.
+
+    With `own` those of the part of a row that this rank has, without heads.
+    """
     shapes: dict[int, dict[str, tuple[int, int]]] = {}
     for (layer, name), point in points.items():
-        if point.shape != PointShape(hidden_size):
-            shapes.setdefault(layer, {})[name] = point.shape.width, point.shape.heads
+        shape = PointShape(point.width) if own else point.shape
+        if shape != PointShape(hidden_size):
+            shapes.setdefault(layer, {})[name] = shape.width, shape.heads
     return shapes

@@ -27,7 +27,7 @@ from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.tap import AFTER, Tap, behind
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
-from vllm.v1.worker.inner_points import SLICED, find_inner_points, shapes_of
+from vllm.v1.worker.inner_points import find_inner_points, shapes_of
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, can_record, families_at_start
 from vllm.v1.worker.residual_hooks import open_hooks
@@ -91,7 +91,7 @@ def _open(
         ),
     )
     points = layers.points
-    _check_enabled(optional, points, vllm_config)
+    _check_enabled(optional, points)
     shapes = shapes_of(layers.inner, width)
     stage = Stage(
         get_tensor_model_parallel_rank(),
@@ -139,7 +139,12 @@ def _open(
             device,
             modules.sae,
             _route_of_doses(stage),
-            shapes,
+            shapes_of(layers.inner, width, own=True),
+            {
+                tap: point.columns(stage.tensor_rank)
+                for tap, point in layers.inner.items()
+                if point.ranks > 1
+            },
         )
     made = {tap: _tap(tap, behind.get(tap), capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
@@ -180,21 +185,11 @@ def _open(
     return stream
 
 
-def _check_enabled(
-    optional: Collection[str], points: HookPoints, vllm_config: "VllmConfig"
-) -> None:
+def _check_enabled(optional: Collection[str], points: HookPoints) -> None:
     """Note in the log which enabled hook points no layer here has."""
     having = {name for names in points.values() for name in names}
     if missing := [name for name in optional if name not in {*having, AFTER}]:
-        ranks = vllm_config.parallel_config.tensor_parallel_size
-        logger.warning(
-            "No layer of this process has the hook points %s%s",
-            missing,
-            f"; {', '.join(SLICED)} are divided among {ranks} tensor-parallel ranks, "
-            "and need one"
-            if ranks > 1
-            else "",
-        )
+        logger.warning("No layer of this process has the hook points %s", missing)
 
 
 def _route_of_doses(stage: Stage) -> Route:

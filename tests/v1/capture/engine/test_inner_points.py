@@ -87,15 +87,15 @@ LACKS = {
 class Pair:
     """An engine with all hook points, and the library's model."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, **options: Any) -> None:
         self.kind, self.folder = kind, folder
-        model = save(KINDS[kind](), folder)
+        config = options.pop("config", None) or KINDS[kind]()
+        model = save(config, folder)
         self.reference = InnerReference(model)
         self.engine = CapturedEngine(
             model,
             reference=self.reference,
             skip_tokenizer_init=True,
-            enforce_eager=kind != "llama",
             max_model_len=128,
             max_num_batched_tokens=64,
             num_gpu_blocks_override=64,
@@ -111,6 +111,7 @@ class Pair:
                 f"arrow:root={folder / 'tables'},instance_name=tables",
                 f"arrow:root={folder / 'own'},format=safetensors,instance_name=own",
             ],
+            **{"enforce_eager": kind != "llama", **options},
         )
         config = self.engine.llm.llm_engine.vllm_config.capture_config
         self.points: dict[int, list[str]] = config.hook_points or {}

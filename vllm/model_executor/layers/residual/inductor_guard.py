@@ -24,6 +24,7 @@ from vllm.model_executor.layers.residual.program_op import (
     intervene_wanted,
 )
 from vllm.model_executor.layers.residual.split_ops import (
+    capture_divided_rows,
     capture_split_rows,
     steer_split_rows,
 )
@@ -41,6 +42,7 @@ SECOND = f"{ANY} and {Launch.__name__}.wants({{1}})"
 CONDITIONS = {
     "capture_rows": THIRD,
     "capture_split_rows": THIRD,
+    "capture_divided_rows": THIRD,
     "steer_rows": SECOND,
     "steer_split_rows": SECOND,
     "steer_rows_ahead": WHOLE,
@@ -52,6 +54,7 @@ braces stands for the argument at this position."""
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "capture_rows": capture_rows,
     "capture_split_rows": capture_split_rows,
+    "capture_divided_rows": capture_divided_rows,
     "steer_rows": steer_rows,
     "steer_split_rows": steer_split_rows,
     "intervene_rows": intervene_wanted,

@@ -27,6 +27,7 @@ PRODUCTS = ("linear", "mm", "gemm", "matmul", "moe")
 READERS = (
     "capture_rows",
     "capture_split_rows",
+    "capture_divided_rows",
     "intervene_rows",
     "intervene_split_rows",
 )

@@ -59,6 +59,9 @@ class ResidualTap:
         self.program_rows = program_rows
         self.gates = gates
         self.records = records
+        self.copies = 0
+        """If each tensor-parallel rank has some of a row's numbers: how many ranks have
+        the same; 0 if each has the row."""
 
     def __call__(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -132,7 +135,11 @@ class ResidualTap:
         if slots is None:
             return
         base, staging = self.base, self.staging
-        if partial is None:
+        if self.copies:
+            torch.ops.vllm.capture_divided_rows(
+                hidden_states, residual, slots, base, staging, self.copies
+            )
+        elif partial is None:
             torch.ops.vllm.capture_split_rows(
                 hidden_states, residual, slots, base, staging
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hook-point ops for layers that split their tokens over tensor-parallel ranks.
+"""Hook-point ops where tensor-parallel ranks have some of the tokens, or of a row.
 
 Of T tokens, rank r has the C = ceil(T / ranks) tokens from r * C on. Rows after the
 last token are padding, for which no slot and no vector is ever set. Other letters are
@@ -66,6 +66,54 @@ direct_register_custom_op(
     op_func=capture_split_rows,
     mutates_args=["staging"],
     fake_impl=_capture_split_rows_fake,
+)
+
+
+def capture_divided_rows(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor,
+    base: torch.Tensor,
+    staging: torch.Tensor,
+    copies: int,
+) -> None:
+    """All-gather the parts of rows, then copy rows that have a slot to staging.
+
+    Args:
+        hidden: `[T, W]` or `[1, T, W]`, the numbers of each row that this rank has.
+        residual: None; there is no pair inside a block.
+        slots: as in `capture_split_rows`.
+        base: likewise.
+        staging: likewise.
+        copies: the number of consecutive ranks that have the same numbers.
+
+    """
+    if not Launch.wants(slots):
+        return
+    part = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    whole = tensor_model_parallel_all_gather(part, -1)
+    if copies > 1:
+        parts = whole.unflatten(-1, (-1, copies, part.shape[-1]))
+        whole = parts[:, :, 0].flatten(1)
+    capture_rows(whole, None, slots, base, staging, False)
+
+
+def _capture_divided_rows_fake(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor,
+    base: torch.Tensor,
+    staging: torch.Tensor,
+    copies: int,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="capture_divided_rows",
+    op_func=capture_divided_rows,
+    mutates_args=["staging"],
+    fake_impl=_capture_divided_rows_fake,
 )
 
 

@@ -83,20 +83,21 @@ def _last_row(spec: Spec) -> int:
 def _check_has_queries(spec: Spec) -> None:
     """Say why an engine that was started with the point `q` has none."""
     ctx = spec.ctx
+    if ctx.tensor_parallel_size > 1:
+        raise spec.fail(
+            "kind",
+            f"patterns are not computed: the keys are divided among "
+            f"{ctx.tensor_parallel_size} tensor-parallel ranks; start with "
+            "--tensor-parallel-size 1, or capture q and k",
+        )
     having = any("q" in points for points in ctx.hook_points.values())
     if having or "q" not in spec.server.optional_points:
         return
-    if ctx.tensor_parallel_size > 1:
-        why = (
-            "queries are divided among the tensor-parallel ranks; start with "
-            "--tensor-parallel-size 1"
-        )
-    else:
-        why = (
-            "this model has no layer with one attention whose keys are kept as such; "
-            "those of MLA are latent"
-        )
-    raise spec.fail("kind", f"patterns are not computed: {why}")
+    raise spec.fail(
+        "kind",
+        "patterns are not computed: this model has no layer with one attention whose "
+        "keys are kept as such; those of MLA are latent",
+    )
 
 
 def _heads_of(spec: Spec, taps: tuple[Tap, ...]) -> tuple[int, ...]:

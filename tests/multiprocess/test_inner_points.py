@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Points inside the block, whose rows two tensor-parallel ranks divide.
+
+Rows are whole, in order and those of Transformers; vectors reach the right rank. One
+model has a KV head for each rank, the other one that both ranks have.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+
+from tests.support.hf_reference import relative_error
+from tests.v1.capture.engine.test_inner_points import (
+    HEADS,
+    LACKS,
+    OTHER,
+    PROMPT,
+    SIZE,
+    SIZES,
+    TOKENS,
+    Pair,
+    read,
+)
+from vllm.v1.readouts.errors import ReadoutValidationError
+from vllm.v1.steering.errors import SteeringValidationError
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(900),
+]
+DIVIDED = ("q", "k", "v", "z", "mlp_act")
+
+
+@pytest.fixture(scope="module", params=[2, 1])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    sizes = {**SIZES, "num_key_value_heads": request.param}
+    opened = Pair(
+        "llama",
+        tmp_path_factory.mktemp(f"kv{request.param}"),
+        config=transformers.LlamaConfig(**sizes, **TOKENS),
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        # The second model runs compiled.
+        enforce_eager=request.param == 2,
+    )
+    yield opened
+    opened.engine.close()
+
+
+def test_rows_are_whole_and_in_order(pair: Pair) -> None:
+    output = pair.ask()
+    rows = pair.engine.rows(output)
+    assert {hook for _, hook in rows} >= {*DIVIDED, "attn_in", "attn_out", "mlp_in"}
+    assert not LACKS["llama"] & {hook for _, hook in rows}
+    pair.reference.run([*PROMPT, *output.outputs[0].token_ids][:-1])
+    for tap, own in rows.items():
+        expected = pair.reference.rows.get(tap)
+        if expected is not None:
+            assert own.shape == expected.shape, tap
+            assert relative_error(own.float(), expected) < 1e-4, tap
+
+
+def test_heads_of_the_other_rank_are_read(pair: Pair) -> None:
+    size = 2 * SIZE
+    probe = torch.randn(1, size)
+    spec = {"kind": "probe", "layer": 1, "hook": "z", "heads": [3, 0]}
+    found, rows = read(pair, heads={**spec, "vectors": probe.numpy()})
+    part = rows[1, "z"].view(-1, HEADS, SIZE)[:, [3, 0]].flatten(1)
+    expected = part.double() @ probe.double().T
+    values = torch.tensor(found["heads"].arrays["values"])
+    assert relative_error(values, expected) < 1e-5
+
+
+@pytest.mark.parametrize("hook", DIVIDED)
+def test_additions_reach_the_ranks(pair: Pair, hook: str) -> None:
+    pair.reference.run(PROMPT)
+    width = pair.reference.rows[0, hook].shape[1]
+    vector = torch.randn(width, generator=torch.Generator().manual_seed(5)) * 3
+    entry = {"vector": vector.numpy(), "positions": [2, 5]}
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
+        rows[[2, 5]] += vector
+        return rows
+
+    pair.check_changed((0, hook), entry, change)
+
+
+@pytest.mark.parametrize("head", [0, HEADS - 1])
+def test_a_head_of_either_rank_is_zeroed(pair: Pair, head: int) -> None:
+    def zero(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
+        rows[:, head * SIZE : (head + 1) * SIZE] = 0
+        return rows
+
+    entry = {"op": "replace", "vector": 0, "heads": [head]}
+    pair.check_changed((0, "z"), entry, zero)
+
+
+def test_rows_of_another_run_replace_those_of_some_heads(pair: Pair) -> None:
+    pair.reference.run(OTHER)
+    theirs = pair.reference.rows[0, "z"][[4, 6], SIZE:].clone()
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
+        rows[[3, 1], SIZE:] = theirs
+        return rows
+
+    entry = {
+        "op": "replace",
+        "vectors": theirs.numpy(),
+        "positions": [3, 1],
+        "heads": [1, 2, 3],
+    }
+    pair.check_changed((0, "z"), entry, change)
+
+
+def test_a_condition_of_a_whole_row_gates_a_divided_one(pair: Pair) -> None:
+    pair.reference.run(PROMPT)
+    probe = torch.randn(pair.reference.rows[0, "attn_in"].shape[1])
+    bound = float((pair.reference.rows[0, "attn_in"].float() @ probe).median() + 1e-3)
+    vector = torch.randn(pair.reference.rows[0, "q"].shape[1]) * 5
+    when = {"probe": probe.numpy(), "layer": 0, "hook": "attn_in", "above": bound}
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        fires = pair.reference.rows[0, "attn_in"].float() @ probe > bound
+        return torch.where(fires[:, None], rows + vector, rows)
+
+    pair.check_changed((0, "q"), {"vector": vector.numpy(), "when": when}, change)
+
+
+def test_what_needs_a_whole_row_is_refused(pair: Pair) -> None:
+    width = HEADS * SIZE
+    vector = [1.0] * width
+    for entry in (
+        {"op": "project_out", "vector": vector},
+        {"vector": vector, "norm_match": True},
+    ):
+        with pytest.raises(SteeringValidationError, match="needs whole rows"):
+            pair.ask(steering={"z": {0: entry}})
+    when = {"probe": vector, "layer": 0, "hook": "z", "above": 0.0}
+    with pytest.raises(SteeringValidationError, match="none can decide"):
+        pair.ask(steering={"post_block": {0: {"vector": [1.0] * 64, "when": when}}})
+    with pytest.raises(SteeringValidationError, match="to measure doses"):
+        pair.ask(steering={"z": {0: vector}}, steering_receipt=True)
+    with pytest.raises(ReadoutValidationError, match="keys are divided among 2"):
+        read(pair, patterns={"kind": "attention", "layers": [0]})
