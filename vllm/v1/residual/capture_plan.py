@@ -13,7 +13,7 @@ import msgspec
 
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutRows
 from vllm.v1.residual.spans import Spans, merged, overlap
-from vllm.v1.residual.tap import Tap, in_front
+from vllm.v1.residual.tap import AFTER, Tap, in_front
 
 LIVE = "*live"
 """Name of the reader whose rows go to the front end after each step."""
@@ -170,6 +170,11 @@ def widened(ranges: Spans, num_prompt_tokens: int, lag: int) -> Spans:
     )
 
 
+def _order(tap: Tap) -> tuple[int, bool, str]:
+    """The order of taps in a group, in which `in_front` keeps layers ascending."""
+    return tap[0], tap[1].endswith(AFTER), tap[1]
+
+
 def group_taps(
     wanted: Mapping[str, Mapping[Tap, Spans]],
     num_prompt_tokens: int = 0,
@@ -199,7 +204,7 @@ def group_taps(
         if len(alike := set(taps.values())) == 1:
             alone = (Reader(instance, alike.pop(), instance in after),)
             ranges = widened(alone[0].ranges, num_prompt_tokens, lag)
-            return (TapGroup(tuple(sorted(taps)), ranges, alone),)
+            return (TapGroup(tuple(sorted(taps, key=_order)), ranges, alone),)
     readers: dict[Tap, list[Reader]] = {}
     for instance in sorted(wanted):
         for tap, ranges in wanted[instance].items():
@@ -207,7 +212,7 @@ def group_taps(
             reader = Reader(instance, ranges, instance in after, *some)
             readers.setdefault(tap, []).append(reader)
     alike_taps: dict[tuple[tuple[Reader, ...], tuple[int, int]], list[Tap]] = {}
-    for tap in sorted(readers):
+    for tap in sorted(readers, key=_order):
         kind = tuple(readers[tap]), widths.get(tap, (1, 0))
         alike_taps.setdefault(kind, []).append(tap)
     return tuple(

@@ -292,3 +292,53 @@ def test_whatever_a_user_asks_for_is_a_plan_or_a_refusal(raw: Any) -> None:
             plan(gate, capture)
         except CaptureValidationError as error:
             assert error.parameter and str(error)
+
+
+def test_rows_behind_interventions_are_read_where_the_next_block_begins() -> None:
+    spec = {"hooks": {"post_block": "all"}, "positions": "all", "after": True}
+    made = plan(admission(), {"asking": spec})
+    assert made is not None
+    (group,) = made.groups
+    assert group.taps == (
+        *((layer, "pre_attn") for layer in range(1, LAYERS)),
+        (LAYERS - 1, "post_block.after"),
+    )
+    (reader,) = group.readers
+    assert reader.named(group.taps) == tuple((n, "post_block") for n in range(LAYERS))
+
+
+def test_one_row_serves_those_before_and_those_behind() -> None:
+    gate = admission(asking=Asking(), other=Asking())
+    capture = {
+        "asking": {"hooks": {"pre_attn": [1]}, "positions": "all"},
+        "other": {"hooks": {"post_block": [0]}, "positions": "all", "after": True},
+    }
+    params = SamplingParams(max_tokens=4, capture=capture)
+    made = gate.plan("r", params, 5, "ipc://here")
+    assert made is not None
+    (group,) = made.groups
+    assert group.taps == ((1, "pre_attn"),) and made.num_taps == 1
+    named = {one.instance: one.named(group.taps) for one in group.readers}
+    assert named == {"asking": ((1, "pre_attn"),), "other": ((0, "post_block"),)}
+    assert params.capture["other"].keys() == {"hooks", "positions"}
+    with pytest.raises(CaptureValidationError, match="or none is"):
+        again = SamplingParams(max_tokens=4, capture=capture)
+        gate.plan("r", again, 5, "ipc://here", streaming=("asking", "other"))
+    live = SamplingParams(max_tokens=4, capture=capture)
+    made = gate.plan("r", live, 5, "ipc://here", streaming=("other",))
+    assert made is not None
+    (group,) = made.groups
+    after = {one.instance: one.after for one in group.readers}
+    assert after == {"asking": False, "other": True, LIVE: True}
+
+
+@pytest.mark.parametrize(
+    ("hook", "after", "said"),
+    [("post_attn", True, "--hook-points after"), ("post_block", 1, "true or false")],
+)
+def test_what_is_behind_other_points_must_be_enabled(
+    hook: str, after: Any, said: str
+) -> None:
+    with pytest.raises(CaptureValidationError, match=said) as refused:
+        plan(admission(), {"asking": {"hooks": {hook: [1]}, "after": after}})
+    assert refused.value.parameter == "capture.asking.after"
