@@ -67,19 +67,31 @@ def _packed(
                 f"vectors.{hook}.{layer}",
                 row.tolist(),
             )
-    matrix = np.stack(rows)
-    packed: dict[str, Any] = {
-        "dtype": dtype,
-        "shape": list(matrix.shape),
-        "layer_indices": order,
-        "data": base64.b64encode(_bytes(matrix, dtype)).decode(),
-    }
+    packed = {**pack_rows(np.stack(rows), dtype), "layer_indices": order}
     if scales is not None:
         of_all = isinstance(scales, (int, float))
         packed["scales"] = [
             float(scales if of_all else scales.get(i, 1.0)) for i in order
         ]
     return packed
+
+
+def pack_rows(rows: ArrayLike, dtype: str = "float32") -> dict[str, Any]:
+    """Pack rows `[n, width]`, or one, as `{"dtype", "shape", "data"}`.
+
+    This is the form of the field `patch_vectors`.
+
+    Args:
+        rows: numbers.
+        dtype: of the packed values, as of `pack`.
+
+    Raises:
+        InputError: there is no such dtype.
+
+    """
+    matrix = np.atleast_2d(np.asarray(rows, np.float64))
+    data = base64.b64encode(_bytes(matrix, dtype)).decode()
+    return {"dtype": dtype, "shape": list(matrix.shape), "data": data}
 
 
 def _bytes(matrix: NDArray[np.float64], dtype: str) -> bytes:

@@ -60,7 +60,9 @@ class Order:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
             "OMP_NUM_THREADS": "1",
-            **({"PYTHONPATH": self.plugins} if self.plugins else {}),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [self.plugins, os.environ.get("PYTHONPATH")])
+            ),
             **({COMPLETE: "1"} if self.experts else {}),
             # The interpreter has no compile target, which upstream's Cohere requires.
             "TORCHDYNAMO_DISABLE": "1",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a sweep on a server, through a client of it."""
 
-import base64
 import math
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -82,10 +81,9 @@ def fields_of(sweep: Sweep) -> dict[str, Any]:
         rows.append(as_array(sweep.mask, "mask"))
     fields["mask"] = mask
     if rows:
-        data = np.stack(rows)
-        text = base64.b64encode(data.tobytes()).decode()
-        packed = {"dtype": "float32", "shape": list(data.shape), "data": text}
-        fields["patch_vectors"] = packed
+        from clearbox_client.vectors import pack_rows
+
+        fields["patch_vectors"] = pack_rows(np.stack(rows))
     return fields
 
 

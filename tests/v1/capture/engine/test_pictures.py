@@ -25,7 +25,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CapturedEngine]
     engine = CapturedEngine(
         folder,
         reference=PictureReference(folder),
-        enable_steering=True,
+        enable_patching=True,
         max_num_batched_tokens=64,
         max_num_seqs=4,
         max_model_len=128,
@@ -81,6 +81,31 @@ def test_a_vector_acts_on_a_pictures_tokens(seeing: CapturedEngine) -> None:
     reference: Any = seeing.reference
     layer = reference.layers[1]
     handle = layer.register_forward_pre_hook(changed, with_kwargs=True)
+    check(seeing, output, 5)
+    handle.remove()
+    with pytest.raises(AssertionError):
+        check(seeing, output, 5)
+
+
+def test_a_row_of_another_picture_is_patched_in(seeing: CapturedEngine) -> None:
+    text, place = prompt(5, seed=4), {"layer": 1, "hook": "pre_attn"}
+    spec = {"run": "other", "hooks": {place["hook"]: [place["layer"]]}}
+    kept = asking(None, max_tokens=1)
+    kept.capture, kept.capture_wait = {"patch_source": spec}, True
+    ask(seeing, [text], [9], kept)
+    (run,) = seeing.llm.captured("other", instance="patch_source")
+    asked = asking("all", max_tokens=4)
+    source = {"source_run": "other", "source_position": 2}
+    asked.patch = [{**place, "dest_position": 2, **source}]
+    (output,) = ask(seeing, [text], [5], asked)
+
+    def changed(module: Any, args: Any, kwargs: Any) -> Any:
+        stream = args[0].clone()
+        stream[:, 2] = run.rows[1, "pre_attn"][2]
+        return (stream, *args[1:]), kwargs
+
+    reference: Any = seeing.reference
+    handle = reference.layers[1].register_forward_pre_hook(changed, with_kwargs=True)
     check(seeing, output, 5)
     handle.remove()
     with pytest.raises(AssertionError):

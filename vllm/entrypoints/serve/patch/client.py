@@ -5,7 +5,6 @@ New scripts call `vllm.patching.patch_sweep` with a `clearbox_client.Client`.
 """
 
 import asyncio
-import base64
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from clearbox_client import Client
+from clearbox_client.vectors import pack_rows
 
 from vllm.patching.picture import draw
 from vllm.patching.places import Prompt, Span
@@ -24,16 +24,8 @@ Grid = npt.NDArray[np.float32]
 Places = Sequence[int | Span] | str
 
 
-def pack_vectors(array: Any, dtype: str = "float32") -> dict[str, Any]:
-    """Rows `[n, width]` in the form of `patch_vectors`."""
-    rows = np.atleast_2d(np.asarray(array, np.float32))
-    if dtype == "bfloat16":  # Rounded to nearest, ties to even.
-        bits = rows.view(np.uint32)
-        raw = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-    else:
-        raw = rows.astype({"float32": "<f4", "float16": "<f2"}[dtype])
-    data = base64.b64encode(raw.tobytes()).decode()
-    return {"dtype": dtype, "shape": list(rows.shape), "data": data}
+pack_vectors = pack_rows
+"""Rows `[n, width]` in the form of `patch_vectors`."""
 
 
 @dataclass(frozen=True, slots=True)
