@@ -2,18 +2,21 @@
 """Claim: a patching sweep in one call is faster than hooks, one by one or batched.
 
     python benchmarks/patching.py [--model smollm2|8b|1b|tiny|PATH] [--positions 12]
-        [--batches 8,32,100] [--slots 64,128] [--out patching.json]
+        [--batches 8,32,100] [--slots 64,128] [--lens PYTHON] [--out patching.json]
 
 Each side runs in its own process with the same token ids, which differ in the second
 token: `ours`, the whole sweep of `vllm.patching` at `post_block`, with its clean run;
 `loop`, a forward pass of Transformers with a hook for each cell; `batched`, the same
-with one pass for many positions of a layer, at each of `--batches`. Passes of
-Transformers compute the logits of the last token only. `ours` is the median of
-`--rounds` sweeps after one that warms up, with new prompts each time, so that nothing
-is in the prefix cache. On a GPU the other sides run a sample of the cells, after one
-that warms up, and seconds are scaled to all. Weights of SmolLM2 are those of
-`examples/real_model`, in float32, and values of all sides are compared; those of the
-Llamas are random and in bfloat16. The sides of a GPU need its memory one at a time.
+with one pass for many positions of a layer, at each of `--batches`; with `--lens`, the
+Python of `python -m tests.interop.environment transformer_lens`, `lens 1`, which is
+TransformerLens' `generic_activation_patch`, and `lens N`, its hooks with one pass for
+the N positions of a layer. Passes of Transformers compute the logits of the last token
+only. `ours` is the median of `--rounds` sweeps after one that warms up, with new
+prompts each time, so that nothing is in the prefix cache. On a GPU the other sides run
+a sample of the cells, after one that warms up, and seconds are scaled to all. Weights
+of SmolLM2 are those of `examples/real_model`, in float32, and values of all sides are
+compared; those of the Llamas are random and in bfloat16. The sides of a GPU need
+its memory one at a time.
 """
 
 import argparse
@@ -165,9 +168,50 @@ def hooks(args: argparse.Namespace, batch: int) -> dict[str, Any]:
     return {"seconds": taken / share, "share": share, "values": values}
 
 
+def lens(args: argparse.Namespace, batch: int) -> dict[str, Any]:
+    """Seconds of a sweep of TransformerLens: its own, or batched by hand."""
+    import torch
+    from transformer_lens import patching
+    from transformer_lens.model_bridge import TransformerBridge
+
+    path, _ = model_path(args.model)
+    model = TransformerBridge.boot_transformers(path, dtype=torch.float32, device="cpu")
+    torch.set_grad_enabled(False)
+    clean, corrupt = (torch.tensor([ids]) for ids in prompts(args.positions, 0))
+    places = range(args.positions)
+
+    def by_hand(layer: int) -> Any:
+        name = f"blocks.{layer}.hook_resid_post"
+
+        def patch(stream: Any, hook: Any) -> Any:
+            stream[places, places] = cache[name][0, places]
+            return stream
+
+        rows = corrupt.expand(batch, -1)
+        logits = model.run_with_hooks(rows, fwd_hooks=[(name, patch)])[:, -1]
+        return logits[:, ANSWER] - logits[:, FOIL]
+
+    before = time.perf_counter()
+    _, cache = model.run_with_cache(clean)
+    if batch == 1:
+        values = patching.generic_activation_patch(
+            model,
+            corrupt,
+            cache,
+            lambda logits: logits[0, -1, ANSWER] - logits[0, -1, FOIL],
+            patching.layer_pos_patch_setter,
+            "resid_post",
+            ("layer", "pos"),
+        )
+    else:
+        values = torch.stack([by_hand(n) for n in range(model.cfg.n_layers)])
+    return {"seconds": time.perf_counter() - before, "values": values.tolist()}
+
+
 def child(args: argparse.Namespace, side: str, size: int) -> dict[str, Any]:
     """What a side has measured, in a process of its own."""
-    command = [sys.executable, __file__, "--side", side, "--slot", str(size)]
+    python = args.lens if side == "lens" else sys.executable
+    command = [python, __file__, "--side", side, "--slot", str(size)]
     for name in ("model", "positions", "rounds"):
         command += [f"--{name}", str(getattr(args, name))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -197,12 +241,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", default="8,32,100")
     parser.add_argument("--slots", default="64")
+    parser.add_argument("--lens", metavar="PYTHON", help="with TransformerLens")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--slot", type=int, default=64, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
-        found = ours(args) if args.side == "ours" else hooks(args, args.slot)
+        run = {"loop": hooks, "batched": hooks, "lens": lens}
+        found = ours(args) if args.side == "ours" else run[args.side](args, args.slot)
         print(json.dumps(found), flush=True)
         return
     load = os.getloadavg()
@@ -210,6 +256,7 @@ def main() -> None:
     sides = [("ours", int(size)) for size in args.slots.split(",")]
     batches = {min(int(size), args.positions) for size in args.batches.split(",")}
     sides += [("loop", 1), *(("batched", size) for size in sorted(batches))]
+    sides += [("lens", 1), ("lens", args.positions)] if args.lens else []
     first: dict[str, Any] = {}
     for side, size in sides:
         found = child(args, side, size)

@@ -2,11 +2,13 @@
 """Sweeps over HTTP: answers, streams, refusals, and clients that go."""
 
 import asyncio
+import http.client
 import json
 import urllib.request
 from collections.abc import Iterator
 from time import monotonic, sleep
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -29,6 +31,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 CLEAN = [20, 30, 40, 50, 60]
 CORRUPT = [20, 30, 41, 50, 60]
 ANSWER, FOIL = 70, 80
+TWICE = {"prompt": "a dog and a dog", "clean_prompt": "a dog and a dog"}
+NARROW = pack_vectors(np.ones(3))
 ROUTE = "/v1/patch_sweep"
 ASKED: dict[str, Any] = {
     "model": "tiny",
@@ -47,6 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--enable-patching", "--max-patch-slots", "16", "--enable-readouts"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "16"),
+        *("--hook-points", "q", "z", "attn_out", "mlp_act"),
     )
     yield opened
     opened.close()
@@ -114,6 +119,95 @@ def test_a_grid_is_what_single_patched_requests_are(server: Server) -> None:
         assert json.load(answer) == {"dropped": True}
     assert not kept(server)
     assert server.get("/v1/capture").body["consumers"][0]["name"] == "patch_source"
+
+
+def test_heads_and_points_inside_the_block_are_swept(
+    server: Server, client: Client
+) -> None:
+    run = {"source_run": "inside", "keep_source": True}
+    entry = {"op": "replace", "positions": [2]}
+    entry["from"] = {"run": "inside", "positions": [2]}
+    fields = {n: one for n, one in ASKED.items() if n not in ("model", "prompt")}
+    shapes = []
+    for hooks, more in ((["q", "z"], {"heads": "all"}), (["attn_out", "mlp_act"], {})):
+        chosen = {**fields, **more, "hooks": hooks, "positions": [2]}
+        if hooks == ["q", "z"]:  # All points of both sweeps are kept in one run.
+            kept_hooks = dict.fromkeys([*hooks, "attn_out", "mlp_act"], "all")
+            spec = {"patch_source": {"run": "inside", "hooks": kept_hooks}}
+            difference(server, CLEAN, capture=spec, capture_wait=True)
+        found = client.patch_sweep(CORRUPT, **{**chosen, **run})
+        single = patch_sweep(
+            client,
+            CLEAN,
+            CORRUPT,
+            hooks=hooks,
+            heads=more.get("heads"),
+            positions=[2],
+            answer=ANSWER,
+            foil=FOIL,
+            progress=False,
+        )
+        for hook, values in found["values"].items():
+            assert np.allclose(single.values[hook], values, atol=1e-5)
+            assert np.ptp(values) > 1e-4
+            shapes.append(values.shape)
+            for layer, *at in np.ndindex(values.shape):
+                of_head = {"heads": [at[0]]} if more else {}
+                patch = {hook: {str(layer): {**entry, **of_head}}}
+                expected = difference(server, CORRUPT, steering_vectors=patch)
+                assert values[layer, *at] == pytest.approx(expected, abs=1e-5)
+    heads = shapes[0][1]
+    assert heads > 1 and shapes == [(3, heads, 1)] * 2 + [(3, 1)] * 2
+    assert client.drop_run("inside")
+
+
+def test_cells_whose_run_was_dropped_are_null_with_the_reason(
+    server: Server, client: Client
+) -> None:
+    prompt = [(7 * n) % 1000 + 3 for n in range(60)]
+    fields = {n: one for n, one in ASKED.items() if n not in ("model", "prompt")}
+    fields["clean_prompt"] = [5, *prompt[1:]]
+    whole = client.patch_sweep(prompt, **fields)["values"]["post_block"]
+    failed, dropped = [], False
+    for event in client.patch_events(prompt, **fields, source_run="gone"):
+        if event["type"] == "cell" and not dropped:
+            dropped = client.drop_run("gone")
+            assert dropped
+        if "error" in event:
+            assert event["value"] is None and "no run is kept" in event["error"]
+            failed.append((event["layer"], event["position"]))
+    assert failed and len(event["skipped"]) == len(failed)
+    grid = np.array(event["grid"], np.float32)
+    known = ~np.isnan(grid)
+    assert known.any() and {tuple(at) for at in np.argwhere(~known)} == set(failed)
+    assert np.allclose(grid[known], whole[known], atol=1e-5)
+
+
+def test_a_client_that_goes_before_its_answer_ends_the_cells(server: Server) -> None:
+    prompt = [(7 * n) % 1000 + 3 for n in range(200)]
+    hooks = ["pre_attn", "post_attn", "post_block", "q", "z", "attn_out", "mlp_act"]
+    body = {**ASKED, "prompt": prompt, "clean_prompt": [5, *prompt[1:]]}
+    before = finished(server)
+    gone = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    document = json.dumps({**body, "hooks": hooks})
+    gone.request("POST", ROUTE, document, {"Content-Type": "application/json"})
+    deadline = monotonic() + 60
+    while not kept(server):
+        assert monotonic() < deadline
+        sleep(0.05)
+    gone.close()
+    while kept(server):
+        assert monotonic() < deadline
+        sleep(0.05)
+    assert 0 < finished(server) - before < len(hooks) * 3 * len(prompt) / 2
+    assert server.post(ROUTE, ASKED).status == 200
+
+
+def finished(server: Server) -> float:
+    """How many requests have ended by themselves."""
+    text = urllib.request.urlopen(f"{server.url}/metrics", timeout=60).read().decode()
+    lines = (one for one in text.splitlines() if "request_success_total{" in one)
+    return sum(float(one.split()[-1]) for one in lines if "abort" not in one)
 
 
 def test_a_stream_has_every_cell_and_the_whole_at_its_end(server: Server) -> None:
@@ -201,6 +295,19 @@ def test_an_interrupted_client_ends_the_cells(server: Server, client: Client) ->
         ({"layers": {"start": 0, "end": 1}}, "layers"),
         ({"positions": [9]}, "positions[0]"),
         ({"positions": [{"span": "no such text"}]}, "positions[0]"),
+        ({**TWICE, "positions": [{"span": "dog"}]}, '"occurrence"'),
+        (
+            {**TWICE, "positions": [{"span": "dog", "occurrence": 2}]},
+            "positions[0].occurrence",
+        ),
+        ({"positions": [0] * (1 << 18)}, "layers"),
+        ({"heads": "all"}, "heads"),
+        ({"hooks": ["z"], "heads": [64]}, "heads"),
+        ({"foil_token_id": None, "foil_token": "two words"}, "foil"),
+        (
+            {"clean_prompt": None, "source_inline": 0, "patch_vectors": NARROW},
+            "a vector of this model has",
+        ),
         ({"clean_prompt": None}, "clean_prompt"),
         ({"clean_prompt": None, "source_run": "gone"}, "source_run"),
         ({"source_run": "a/b"}, "capture.patch_source.run"),

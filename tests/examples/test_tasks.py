@@ -22,7 +22,7 @@ sys.path.insert(0, str(FOLDER))  # the examples are scripts
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
     real = importlib.import_module("real")
-    opened = real.model()
+    opened = real.model(hook_points=["z"])
     yield opened
     opened.llm_engine.engine_core.shutdown()
 
@@ -81,8 +81,11 @@ def test_ablation_takes_the_mood_out(run: Any) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_patching_finds_the_fact_until_it_has_moved_on(run: Any) -> None:
-    _, *rows, _ = run("patch")
+    _, *rows, _, first, _, _ = run("patch")
     shares = {int(row.split()[0]): [float(x) for x in row.split()[1:]] for row in rows}
     assert shares[1][3] > 0.9 > 0.1 > abs(shares[1][4])
     assert shares[29][4] > 0.9 > 0.1 > abs(shares[29][3])
     assert sum(row in DOCS for row in rows) >= 6, "the page shows another model"
+    # A few heads read the country's token at the last one, between these layers.
+    assert 21 <= int(first.split()[4]) <= 25 and float(first.split()[-1]) > 0.1
+    assert first in DOCS

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sweeps of an engine equal hooks in transformers that change one row at a time."""
 
+import io
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 from tests.support.inner_reference import InnerReference as Inside
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
-from vllm.patching import ablation_sweep, causal_trace, patch_sweep, presets
+from vllm.patching import ablation_sweep, causal_trace, offline, patch_sweep, presets
 from vllm.patching.result import Found
 from vllm.v1.readouts.modules import save_probe
 from vllm.v1.steering.errors import SteeringValidationError
@@ -327,6 +330,48 @@ def test_an_interrupt_returns_what_there_is(swept: Any) -> None:
     assert not llm.captured()["names"]
 
 
+def test_cells_whose_run_was_dropped_have_no_value(swept: Any) -> None:
+    llm, _ = swept
+    asked: dict[str, Any] = {"answer": ANSWER, "foil": FOIL, "progress": False}
+    hooks = hooks_of(llm)
+    whole = patch_sweep(llm, CLEAN, CORRUPT, hooks=hooks, **asked)
+    dropped: list[str] = []
+
+    def drop(_: Found) -> None:
+        if not dropped and (names := list(llm.captured()["names"])):
+            dropped.extend(names)
+            llm.drop_captured(names[0])
+
+    part = patch_sweep(llm, CLEAN, CORRUPT, hooks=hooks, on_cell=drop, **asked)
+    assert dropped and part.skipped
+    assert all("no run is kept" in one.reason for one in part.skipped)
+    values = np.stack([part.values[hook] for hook in hooks])
+    known = ~np.isnan(values)
+    assert known.any() and (~known).sum() == len(part.skipped)
+    expected = np.stack([whole.values[hook] for hook in hooks])
+    assert np.allclose(values[known], expected[known], atol=1e-5)
+
+
+def test_a_bar_counts_the_cells(swept: Any, monkeypatch: Any) -> None:
+    llm, _ = swept
+    shown = io.StringIO()
+
+    def bar(count: int, progress: bool) -> Any:
+        options: dict[str, Any] = {"unit": "cell", "mininterval": 0, "file": shown}
+        return tqdm(total=count, disable=not progress, **options)
+
+    monkeypatch.setattr(offline, "progress_bar", bar)
+    asked: dict[str, Any] = {"answer": ANSWER, "foil": FOIL, "positions": [3, 39]}
+    result = patch_sweep(llm, CLEAN, CORRUPT, **asked)
+    assert np.isfinite(result.values["post_block"]).all()
+    last = shown.getvalue().rstrip().rpartition("\r")[2]
+    done, whole = re.findall(r"(\d+)/(\d+) \[", last)[0]
+    assert last.startswith("100%") and "cell/s" in last and done == whole
+    shown.truncate(0)
+    patch_sweep(llm, CLEAN, CORRUPT, progress=False, **asked)
+    assert not shown.getvalue().strip("\0")
+
+
 def test_what_does_not_fit_is_refused_before_the_first_cell(swept: Any) -> None:
     llm, _ = swept
     asked: dict[str, Any] = {"answer": ANSWER, "foil": FOIL, "progress": False}
@@ -334,9 +379,17 @@ def test_what_does_not_fit_is_refused_before_the_first_cell(swept: Any) -> None:
         ({"mask": [1.0]}, "mask"),
         ({"alpha": "much"}, "alpha"),
         ({"mask": {"indices": [_models.HIDDEN]}}, "mask"),
+        ({"hooks": "q", "heads": [2]}, "heads"),
+        ({"heads": "all"}, "heads"),
+        ({"positions": [40]}, "positions[0]"),
+        ({"positions": [0] * (1 << 18)}, "layers"),
+        ({"answer": []}, "answer"),
+        ({"foil": ANSWER}, "foil"),
+        ({"run": "gone"}, "source_run"),
     ):
+        clean = None if "run" in change else CLEAN
         with pytest.raises(SteeringValidationError) as found:
-            patch_sweep(llm, CLEAN, CORRUPT, **asked, **change)
+            patch_sweep(llm, clean, CORRUPT, **{**asked, **change})
         assert parameter in str(found.value.parameter)
     with pytest.raises(SteeringValidationError, match="shape"):
         ablation_sweep(llm, CLEAN, source=[1.0, 2.0], **asked)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.patching.engine import (
     Engine,
     drop_run,
@@ -13,7 +14,7 @@ from vllm.patching.engine import (
     reply_of,
 )
 from vllm.patching.planning import Sweep, plan_of
-from vllm.patching.questions import Ask, Reply
+from vllm.patching.questions import Ask
 from vllm.patching.result import Found, PatchResult
 from vllm.patching.study import Done, Study
 from vllm.v1.capture.consumers.memory.api import leased
@@ -58,8 +59,12 @@ def run(
         asks = next(rounds, None)
         while asks is not None:
             found = dict(_answers(llm, asks))
+            replies = [found[n] for n in range(len(asks))]
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
             try:
-                asks = rounds.send([found[n] for n in range(len(asks))])
+                asks = rounds.send(replies)
             except StopIteration:
                 asks = None
         bar = progress_bar(len(study.asks), progress)
@@ -96,8 +101,8 @@ def _engine(llm: "LLM") -> Engine:
     return engine_of(inner.vllm_config, tokenizer, inner.input_processor.residual)
 
 
-def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Reply]]:
-    """Send all requests, and yield the replies as they come.
+def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Any]]:
+    """Send all requests, and yield the replies, or errors, as they come.
 
     A few times as many as there are slots are in flight: the scheduler passes over all
     that wait in every step.
@@ -111,9 +116,14 @@ def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Reply]]:
         while numbers or started < len(asks):
             part = asks[started : started + at_once - len(numbers)]
             for number, own in enumerate(_enqueued(llm, part), started):
+                if isinstance(own, Exception):
+                    yield number, own
+                    continue
                 # An output has the first part of the engine's id.
                 numbers[own.partition("-")[0]] = number, own
             started += len(part)
+            if not numbers:
+                continue
             outputs = [one for one in engine.step() if one.finished]
             engine.capture.wait(outputs)
             for output in outputs:
@@ -125,12 +135,18 @@ def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Reply]]:
             engine.abort_request(own_ids, internal=True)
 
 
-def _enqueued(llm: "LLM", asks: Sequence[Ask]) -> list[str]:
-    """Send requests; returns the engine's ids."""
+def _enqueued(llm: "LLM", asks: Sequence[Ask]) -> list[Any]:
+    """Send requests; returns the engine's ids, or why single ones are refused."""
     if not asks:
         return []
     prompts: Any = [{"prompt_token_ids": list(ask.token_ids)} for ask in asks]
-    return llm.enqueue(prompts, [params_of(ask) for ask in asks], use_tqdm=False)
+    params = [params_of(ask) for ask in asks]
+    try:
+        return llm.enqueue(prompts, params, use_tqdm=False)
+    except VLLMValidationError as error:  # None of them was sent.
+        if len(asks) == 1:
+            return [error]
+        return [one for ask in asks for one in _enqueued(llm, [ask])]
 
 
 def progress_bar(count: int, progress: bool) -> Any:

@@ -39,6 +39,7 @@ def llm() -> Iterator[Any]:
         capture_consumers=[CONSUMER],
         enable_readouts=True,
         enable_patching=True,
+        hook_points=["z"],
     )
     yield engine
     engine.llm_engine.engine_core.shutdown()

@@ -52,12 +52,31 @@ def test_a_sweep_is_shown_drawn_and_written(
     assert written["tokens"] == list(expected.tokens)
 
 
+def test_heads_are_swept(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    started: list[Any],
+) -> None:
+    values = tmp_path / "map.json"
+    words = (CLEAN, CORRUPT, "--model", DEMO, "--answer", " and", "--foil", " but")
+    more = ("--hook", "z", "--hook-points", "z", "--layers", "1", "--heads", "0,2")
+    run(monkeypatch, *words, *more, "--json", values)
+    assert started[0].hook_points == ["z"]
+    assert capsys.readouterr().out.count("z of layer 1, head ") >= 2
+    found = np.array(json.loads(values.read_text())["values"]["z"])
+    assert found.shape[:2] == (1, 2) and np.isfinite(found).all()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--answer", " and", "--metric", "best"), "metric must be one of"),
         ((), "answer must be text"),
         (("--answer", " and", "--out", "/missing/map.png"), "no folder"),
+        (("--answer", " and", "--hook", "z", "--heads", "99"), "z has heads 0 to"),
+        (("--answer", " and", "--layers", "99"), "layers"),
+        (("--answer", " and", "--foil", " and"), "foil: it must differ"),
     ],
 )
 def test_mistakes_are_told_without_a_traceback(
