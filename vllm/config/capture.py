@@ -152,6 +152,9 @@ class CaptureConfig:
     point_shapes: dict[int, dict[str, tuple[int, int]]] = Field(default_factory=dict)
     """`PointShape` of the hook points that have heads or another width than the stream,
     by layer and name; set once the model is loaded."""
+    missing: dict[str, str] = Field(default_factory=dict)
+    """Why enabled hook points are not there that no layer has, by name; set once the
+    model is loaded."""
     staging: list[dict[str, int]] = Field(default_factory=list)
     """The staging memory of each rank of an engine, set once the model is loaded."""
     staging_bytes: int = Field(default=256 * MIB, gt=0)

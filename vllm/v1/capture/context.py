@@ -48,6 +48,7 @@ def capture_context(
         max_tokens=max_tokens,
         hook_points=dict(hook_points),
         point_shapes=vllm_config.capture_config.point_shapes,
+        missing=vllm_config.capture_config.missing,
         num_samples=num_samples,
         expert_parallel_size=capture_expert_parallel_size(parallel_config),
         data_parallel_size=parallel_config.data_parallel_size,

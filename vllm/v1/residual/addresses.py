@@ -42,6 +42,8 @@ TransformerLens' `hook_mlp_in` is not included: it is the stream before the norm
 `mlp_in` is the input of the MLP, after the norm.
 """
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
 _MODULES: Mapping[str, str] = MappingProxyType(
     {
         "": "post_block",
@@ -64,8 +66,16 @@ def hook_name(name: str) -> str | None:
     return name if name in HOOK_NAMES else ALIASES.get(name)
 
 
-def why_not(hook: str) -> str:
-    """The end of a message that a layer does not have a hook point."""
+def why_not(hook: str, missing: Mapping[str, str] = NOTHING) -> str:
+    """The end of a message that a layer does not have a hook point.
+
+    Args:
+        hook: its name.
+        missing: the reasons why no layer of the model has an enabled point.
+
+    """
+    if hook in missing:
+        return f"; this model does not have {hook}: {missing[hook]}"
     if hook not in OPTIONAL_POINTS:
         return ""
     return f"; a server with --hook-points {hook} has it where the model does"

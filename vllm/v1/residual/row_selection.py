@@ -65,6 +65,8 @@ class CaptureContext:
     data_parallel_size: int = 1
     point_shapes: Shapes = field(default_factory=dict)
     """Of hook points that have heads or another width than the stream."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Why no layer has an enabled hook point, by name."""
 
 
 def parse_hooks(
@@ -95,7 +97,7 @@ def parse_hooks(
             known = sorted({p for own in ctx.hook_points.values() for p in own})
             raise fail(
                 f"{where}: this model has no hook point {hook!r}; it has "
-                f"{known}{why_not(hook)}",
+                f"{known}{why_not(hook, ctx.missing)}",
                 where,
                 hook,
             )

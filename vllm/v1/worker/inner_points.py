@@ -154,6 +154,52 @@ def find_inner_points(
     return found
 
 
+def why_missing(
+    layers: Mapping[int, nn.Module], names: Collection[str], tensor_parallel: int
+) -> dict[str, str]:
+    """Why no layer has these points, as the end of a sentence, by name."""
+    modules = [list(layer.modules()) for layer in layers.values()]
+    cores = [
+        [one for one in own if isinstance(one, (Attention, MLAAttention))]
+        for own in modules
+    ]
+    routed = [one for own in modules for one in own if _is_routed(one)]
+    if not any(cores):
+        heads = "no layer has a module of softmax attention"
+    elif all(len(own) != 1 for own in cores):
+        heads = "no layer has exactly one attention module"
+    elif any(isinstance(one, MLAAttention) for own in cores for one in own):
+        heads = "queries, keys and values of MLA are latent; z is there"
+    elif tensor_parallel > 1:
+        heads = (
+            "several projections give queries, keys and values, so that it is not "
+            "known which tensor-parallel rank has which heads"
+        )
+    else:
+        heads = "layers read the keys and values of others"
+    reasons = dict.fromkeys(("attn_in", "q", "k", "v", "z", "attn_out"), heads)
+    if cores and heads.startswith(("several", "layers")):
+        reasons["attn_in"] = reasons["attn_out"] = (
+            "attention's output is summed over ranks together with something else"
+        )
+    reasons["mlp_act"] = (
+        "routed experts have it inside of one kernel"
+        if routed
+        else "no layer has exactly one row-parallel projection outside of attention"
+    )
+    reasons["router_logits"] = (
+        "the kernel of the experts computes them itself"
+        if routed
+        else "it has no routed experts"
+    )
+    reasons["final_norm"] = "its final norm is not known"
+    reasons["embed"] = "its first layer takes the stream under another name"
+    woven = (
+        "no place in its layers has that value alone; `python -m fork models` says why"
+    )
+    return {name: reasons.get(name, woven) for name in names}
+
+
 def _parameter_of_stream(layer: nn.Module) -> str | None:
     """The argument with which a layer is given the stream."""
     parameters = inspect.signature(layer.forward).parameters

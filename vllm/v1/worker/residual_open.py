@@ -27,7 +27,7 @@ from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.tap import AFTER, Tap, behind
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
-from vllm.v1.worker.inner_points import find_inner_points, shapes_of
+from vllm.v1.worker.inner_points import find_inner_points, shapes_of, why_missing
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, can_record, families_at_start
 from vllm.v1.worker.residual_hooks import open_hooks
@@ -91,7 +91,9 @@ def _open(
         ),
     )
     points = layers.points
-    _check_enabled(optional, points)
+    missing = _missing(
+        optional, layers, vllm_config.parallel_config.tensor_parallel_size
+    )
     shapes = shapes_of(layers.inner, width)
     stage = Stage(
         get_tensor_model_parallel_rank(),
@@ -177,7 +179,7 @@ def _open(
         graphs,
         open_hooks(vllm_config, model, steering),
     )
-    stream.modules, stream.point_shapes = modules, shapes
+    stream.modules, stream.point_shapes, stream.missing = modules, shapes, missing
     if config.takes_actions:
         stream.steps = StepConsumers(vllm_config, steering, device, dtype)
         if stream.readouts is not None:
@@ -185,11 +187,16 @@ def _open(
     return stream
 
 
-def _check_enabled(optional: Collection[str], points: HookPoints) -> None:
-    """Note in the log which enabled hook points no layer here has."""
-    having = {name for names in points.values() for name in names}
-    if missing := [name for name in optional if name not in {*having, AFTER}]:
-        logger.warning("No layer of this process has the hook points %s", missing)
+def _missing(
+    optional: Collection[str], layers: TappedLayers, tensor_parallel: int
+) -> dict[str, str]:
+    """The enabled hook points that no layer here has, with the reasons; logs them."""
+    having = {name for names in layers.points.values() for name in names}
+    names = [name for name in optional if name not in {*having, AFTER}]
+    missing = why_missing(layers.blocks, names, tensor_parallel)
+    for name, why in missing.items():
+        logger.warning("No layer of this process has the hook point %s: %s", name, why)
+    return missing
 
 
 def _route_of_doses(stage: Stage) -> Route:

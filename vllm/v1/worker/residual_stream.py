@@ -48,6 +48,8 @@ class ResidualStream:
         """The hook points of this process's layers, by layer index."""
         self.point_shapes: Shapes = {}
         """The shapes of those that differ from the stream's."""
+        self.missing: dict[str, str] = {}
+        """Why the enabled points are not there that no layer has."""
         self.staging: dict[str, int] = {}
         """The rank of this process, and the bytes of its staging memory."""
         self.checks_streams = False

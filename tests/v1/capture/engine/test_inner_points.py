@@ -578,8 +578,11 @@ def test_what_does_not_fit_is_refused(
 
 def test_a_point_that_the_model_lacks_is_refused_by_name(pair: Pair) -> None:
     (missing,) = LACKS[pair.kind]
-    with pytest.raises(CaptureValidationError, match=missing):
+    why = "routed experts" if missing == "router_logits" else "inside of one kernel"
+    with pytest.raises(CaptureValidationError, match=f"{missing}.*{why}"):
         pair.ask(hooks={missing: [0]})
+    with pytest.raises(SteeringValidationError, match=f"{missing}.*{why}"):
+        pair.ask(steering={missing: {0: [1.0] * WIDTH}})
 
 
 STREAM = ("pre_attn", "post_attn", "post_block")

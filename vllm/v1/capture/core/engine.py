@@ -71,11 +71,14 @@ def note_model(core: "EngineCore") -> None:
     If capture is enabled, the workers get the full map of hook points as well.
     """
     ranks = core.model_executor.collective_rpc(calls.facts_of)
-    points = {layer: own for rank, _, _ in ranks for layer, own in rank.items()}
-    shapes = {layer: own for _, rank, _ in ranks for layer, own in rank.items()}
+    points = {layer: own for rank, *_ in ranks for layer, own in rank.items()}
+    shapes = {layer: own for _, rank, *_ in ranks for layer, own in rank.items()}
     config = core.vllm_config.capture_config
     config.hook_points, config.point_shapes = points, shapes
-    config.staging = [staging for _, _, staging in ranks]
+    config.staging = [staging for _, _, staging, _ in ranks]
+    having = {name for own in points.values() for name in own}
+    for *_, missing in ranks:
+        config.missing |= {n: why for n, why in missing.items() if n not in having}
     if core.vllm_config.readout_config.enabled:
         refusals: dict[str, Any] = {"attention": {}}
         for own in core.model_executor.collective_rpc(calls.readout_refusals_of):

@@ -13,10 +13,13 @@ from vllm.v1.residual.point_shapes import Shapes
 HookPoints: TypeAlias = dict[int, tuple[str, ...]]
 
 
-def facts_of(worker: Any) -> tuple[HookPoints, Shapes, dict[str, int]]:
-    """For `collective_rpc`: hook points, their shapes, and staging memory."""
+def facts_of(
+    worker: Any,
+) -> tuple[HookPoints, Shapes, dict[str, int], dict[str, str]]:
+    """For `collective_rpc`: hook points, their shapes, staging memory, what lacks."""
     residual = worker.model_runner.residual
-    return residual.hook_points, residual.point_shapes, residual.staging
+    shapes, staging = residual.point_shapes, residual.staging
+    return residual.hook_points, shapes, staging, residual.missing
 
 
 def readout_refusals_of(worker: Any) -> dict[str, Any]:

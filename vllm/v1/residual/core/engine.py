@@ -103,6 +103,7 @@ class NoCore:
             config.capture_config.hook_points,
             config.capture_config.point_shapes,
             config.capture_config.staging,
+            config.capture_config.missing,
             config.readout_config.refusals,
         )
 

@@ -53,6 +53,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     point_shapes: dict[int, dict[str, tuple[int, int]]] = {}
     staging: list[dict[str, int]] = []
     """As in `CaptureConfig`."""
+    missing: dict[str, str] = {}
     readout_refusals: dict[str, Any] = {}
     """What readouts cannot read, as in `Refusals`."""
 
@@ -61,4 +62,5 @@ class ModelFacts(msgspec.Struct, frozen=True):
         config.capture_config.hook_points = self.hook_points
         config.capture_config.point_shapes = self.point_shapes
         config.capture_config.staging = self.staging
+        config.capture_config.missing = self.missing
         config.readout_config.refusals = self.readout_refusals

@@ -139,6 +139,7 @@ class SteeringFrontend(NoSteering):
             self.named,
             placement_of(vllm_config),
             Sources(runs, self.modules.get),
+            vllm_config.capture_config.missing,
             vllm_config.capture_config.point_shapes,
         )
         self.admission = SteeringAdmission(model, self.modules)

@@ -105,7 +105,7 @@ def _check_reads(
         raise _unfit(
             name,
             f"reads {hook} of layer {layer}, which is not a hook point here"
-            f"{why_not(hook)}",
+            f"{why_not(hook, model.missing)}",
             at,
         )
     if sae.tap == tap or not is_known_at(sae.tap, tap):

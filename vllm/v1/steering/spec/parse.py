@@ -71,6 +71,8 @@ class SteeredModel:
     placement: Placement = ONE_RANK
     sources: Sources = NO_SOURCES
     """What entries may take rows from."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Why no layer has an enabled hook point, by name."""
     shapes: Shapes = field(default_factory=dict)
     """Of hook points that differ from the stream."""
 
@@ -315,7 +317,7 @@ def _checked_tap(layer: int, hook: str, model: SteeredModel, at: str) -> Tap:
     if hook not in having:
         raise fail(
             f"{at}: layer {layer} of this model has no hook point {hook!r}; it has "
-            f"{list(having)}{why_not(hook)}",
+            f"{list(having)}{why_not(hook, model.missing)}",
             at,
             layer,
         )

@@ -213,7 +213,7 @@ def _tap(
             f"{at}: layer and hook must name where the probe reads: a layer from "
             f"{layers[0]} to {layers[-1]}, and one of its hook points, such as "
             f"{list(known or model.hook_points[layers[-1]])}"
-            f"{why_not(tap[1]) if tap else ''}",
+            f"{why_not(tap[1], model.missing) if tap else ''}",
             at,
             {"layer": layer, "hook": hook},
         )
