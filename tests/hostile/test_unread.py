@@ -161,18 +161,23 @@ READOUTS: dict[str, Any] = {
 
 
 @pytest.mark.hostile
+@pytest.mark.parametrize("choices", [1, 6])
 def test_large_results_of_readouts_delay_nobody(
-    attacked: Server, client: Client
+    choices: int, attacked: Server, client: Client
 ) -> None:
     small = {**READOUTS, "prompt": PROMPT[:2]}
     assert client.post("/v1/completions", small).status == 200
     Path(f"/proc/{attacked.pid}/clear_refs").write_text("5")  # The peak starts anew.
     before = peak(attacked.pid)
+    # Of several choices each array is small.
+    prompts = [PROMPT[: len(PROMPT) // choices] for _ in range(choices)]
     with watching(attacked) as watch:
-        reply = client.post("/v1/completions", READOUTS)
-        lens = reply.body["choices"] and reply.body["readouts"]["lens-39"]
-        assert len(lens["positions"]) == len(PROMPT)
-        assert len(lens["logprobs"]) == len(PROMPT) and len(lens["logprobs"][0]) == 3
+        reply = client.post("/v1/completions", {**READOUTS, "prompt": prompts})
+        found = reply.body["choices"] and reply.body["readouts"]
+        lens = (found if choices == 1 else found[str(choices - 1)])["lens-39"]
+        assert len(lens["positions"]) == len(prompts[0])
+        assert len(lens["logprobs"]) == len(prompts[0])
+        assert len(lens["logprobs"][0]) == 3
     more = peak(attacked.pid) - before
     print(f"/health: {max(watch.waits):.3f} s, of it running {max(watch.owned):.3f} s")
     print(f"more memory at the peak: {more >> 20} MiB")

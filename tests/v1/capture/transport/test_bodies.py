@@ -3,6 +3,7 @@ import base64
 import json
 from collections.abc import Mapping
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from vllm.v1.capture.transport.bodies import (
 from vllm.v1.capture.transport.parts import Part, Reference, described
 from vllm.v1.readouts.frontend import http
 from vllm.v1.readouts.frontend.http import Listed
+from vllm.v1.readouts.results import ReadoutResult
 
 WIDTH = 5
 
@@ -92,7 +94,8 @@ def test_large_arrays_are_inserted_as_lists(
     arrays = [np.random.default_rng(0).standard_normal(s, np.float32) for s in shapes]
     for array in arrays:
         array.flat[0] = np.nan
-    listed = [Listed(array=array) for array in arrays]
+    results = [ReadoutResult("custom", arrays={"ü": array}) for array in arrays]
+    listed = [Listed(results={'"a"': {"one": one}}) for one in results]
 
     def with_arrays(reference: Reference) -> Mapping[str, Any]:
         found = [reference(one) for one in listed]
@@ -103,7 +106,8 @@ def test_large_arrays_are_inserted_as_lists(
             data = sent(form(with_arrays, parts))
             reply = json.loads(data) if form is as_json else response_in(data)
             expected = [np.where(np.isnan(a), None, a).tolist() for a in arrays]
-            assert reply["readouts"] == expected
+            assert [one['"a"']["one"]["ü"] for one in reply["readouts"]] == expected
+            assert reply["readouts"] == [one.plain() for one in listed]
             assert reply["text"] == 'ä "quoted" rows-'
             assert len(reply["capture_results"]["inline"]) == rows
 
@@ -188,3 +192,15 @@ def test_safetensors_hold_large_rows_without_a_copy() -> None:
     assert sum(map(len, pieces)) == body.size and len(pieces) <= 5
     places = {np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces}
     assert {one.rows.data_ptr() for one in parts} <= places
+
+
+def test_many_small_arrays_wait_as_one_large_array_does() -> None:
+    def outputs(choices: int) -> Any:
+        array = np.ones((62, 3, 64), np.float32)
+        result = ReadoutResult("lens", list(range(62)), arrays={"logprobs": array})
+        sample = SimpleNamespace(readouts={"lens": result})
+        return [SimpleNamespace(outputs=[sample] * choices)]
+
+    assert isinstance(http.response_readouts(outputs(1)), dict)
+    assert isinstance(http.response_readouts(outputs(2)), Listed)
+    assert http.response_readouts([SimpleNamespace(outputs=[])]) is None

@@ -27,7 +27,7 @@ from vllm.v1.capture.transport.bodies import (
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS, Handout
 from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.readouts.frontend.http import listed_in, told
+from vllm.v1.readouts.frontend.http import Listed
 
 _threads = ThreadPoolExecutor(max(num_threads(), 2), "capture-answer")
 _former = ThreadPoolExecutor(1, "capture-form")
@@ -36,14 +36,14 @@ several threads the event loop would wait for all of them."""
 
 
 def carries_rows(response: Any) -> bool:
-    """Whether a response, or a streamed chunk, has rows or large arrays."""
+    """Whether a response, or a streamed chunk, has rows or large readouts."""
     results = response.capture_results or {}
     rows = any(isinstance(result, Deferred) for result in results.values())
-    return rows or next(listed_in(response.readouts), None) is not None
+    return rows or isinstance(response.readouts, Listed)
 
 
 class Document:
-    """A response split into JSON fields, and rows and large arrays of its results.
+    """A response split into JSON fields, and rows and large readouts.
 
     Args:
         response: a response or chunk for which `carries_rows`, or one of kept rows.
@@ -107,7 +107,10 @@ class Document:
 
         document = dict(self._response)
         if self._readouts is not None:
-            document["readouts"] = told(self._readouts, reference)
+            is_large = isinstance(self._readouts, Listed)
+            document["readouts"] = (
+                reference(self._readouts) if is_large else self._readouts
+            )
         if self._plain or self._results:
             results = {**self._plain, **results_as_json(self._results, show)}
             document["capture_results"] = results

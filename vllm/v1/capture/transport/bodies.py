@@ -37,14 +37,11 @@ DTYPES = {
 Piece: TypeAlias = bytes | memoryview
 Tell: TypeAlias = Callable[[Reference], Mapping[str, Any]]
 """`tell(reference)`: the document, with `reference(part)` in place of rows and of large
-arrays."""
+readouts."""
 
 
 class Array(Protocol):
-    """A large array of numbers in the document."""
-
-    def plain(self) -> Any:
-        """The nested list."""
+    """A large list or object in the document."""
 
     def pieces(self) -> Iterator[bytes]:
         """Its JSON text, in pieces."""
@@ -149,10 +146,21 @@ def as_safetensors(tell: Tell, parts: Sequence[Part]) -> Body:
             "data_offsets": [offset, end],
         }
         offset = end
-    document = json_text(
-        tell(lambda p: {"part": p.name} if isinstance(p, Part) else p.plain())
-    )
-    text = json.dumps({"__metadata__": {"response": document}, **entries}).encode()
+    mark = f"array-{token_hex(16)}"
+    arrays: list[Part | Array] = []
+
+    def refer(one: Part | Array) -> Any:
+        if isinstance(one, Part):
+            return {"part": one.name}
+        arrays.append(one)
+        return mark
+
+    texts = json_text(tell(refer)).split(f'"{mark}"')
+    head = json.dumps({"__metadata__": {"response": mark}, **entries})
+    before, after = head.split(mark)
+    # In pieces, between which other threads run.
+    inner = (json.dumps(str(one, "utf-8"))[1:-1] for one in _spliced(texts, arrays))
+    text = "".join([before, *inner, after]).encode()
     text += b" " * (-len(text) % 8)
     first = len(text).to_bytes(8, "little") + text
     pieces = coalesced(chain([first], (part.data for part in parts)))

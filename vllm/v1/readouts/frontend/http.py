@@ -3,12 +3,12 @@
 
 Arrays are nested lists, with null for NaN and infinity. Rows are objects with `dtype`,
 `shape` and `data`, the base64 of the little-endian bytes, like packed steering vectors.
-Large arrays are encoded when the response is sent, piece by piece on a thread: the list
-of a million numbers would keep the event loop for half a second.
+Results of many numbers, of all choices together, are encoded when the response is sent,
+piece by piece on a thread: a million numbers would keep the event loop for 0.5 s.
 """
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,49 +23,28 @@ if TYPE_CHECKING:
 
 
 PIECE_NUMBERS = 1 << 14
-"""Numbers that are encoded at once; a few milliseconds. Larger arrays wait."""
+"""Numbers that are encoded at once, in a few milliseconds. More of them wait."""
+RESULT_NUMBERS = 32
+"""A result takes as long as so many numbers, besides its own."""
 
 
 class Listed(BaseModel):
-    """A large array whose encoding is deferred until the response is sent.
+    """Results whose encoding is deferred until the response is sent.
 
-    It is a nested list if the response model is dumped as a whole.
+    They are plain data if the response model is dumped as a whole.
     """
 
-    array: Any
-    """The values, of any shape."""
+    results: Any
+    """The results by name, or these by choice."""
 
     @model_serializer
     def plain(self) -> Any:
-        """The nested list."""
+        """Their JSON form."""
         return msgspec.json.decode(b"".join(self.pieces()))
 
     def pieces(self) -> Iterator[bytes]:
-        """The JSON text of the nested list, in pieces."""
-        array: Array = self.array
-        each = max(PIECE_NUMBERS * len(array) // array.size, 1)
-        for start in range(0, len(array), each):
-            text = msgspec.json.encode(array[start : start + each].tolist())
-            yield (b"," if start else b"[") + text[1:-1]
-        yield b"]"
-
-
-def listed_in(readouts: Any) -> Iterator[Listed]:
-    """The large arrays in the `readouts` field of a response."""
-    if isinstance(readouts, Listed):
-        yield readouts
-    elif isinstance(readouts, dict):
-        for value in readouts.values():
-            yield from listed_in(value)
-
-
-def told(readouts: Any, tell: Callable[[Listed], Any]) -> Any:
-    """The `readouts` field with `tell(array)` in place of large arrays."""
-    if isinstance(readouts, Listed):
-        return tell(readouts)
-    if isinstance(readouts, dict):
-        return {name: told(value, tell) for name, value in readouts.items()}
-    return readouts
+        """Their JSON text, in pieces."""
+        return _pieces(self.results)
 
 
 def response_readouts(
@@ -76,38 +55,65 @@ def response_readouts(
     With several choices, results are keyed by the choice's index as a string. None if
     there are no results.
     """
-    found: dict[str, Any] | None = by_choice(
-        outputs, lambda sample: as_json(sample.readouts or {})
-    )
-    return found
+    return _listed(by_choice(outputs, lambda sample: sample.readouts or {}))
 
 
 def stamp(chunk: Any, part: "CompletionOutput") -> None:
     """Set the `readouts` field of a streamed chunk; the last one has all results."""
     if part.readouts:
-        chunk.readouts = as_json(part.readouts)
+        chunk.readouts = _listed(part.readouts)
 
 
-def as_json(results: Mapping[str, ReadoutResult]) -> dict[str, Any]:
-    """JSON-serialisable results by name."""
-    return {name: _result(one) for name, one in results.items()}
+def _listed(results: Any) -> Any:
+    """Results as plain data; `Listed` if they have many numbers."""
+    listed = Listed.model_construct(results=results)
+    if results is None or _count(results) > PIECE_NUMBERS:
+        return None if results is None else listed
+    return listed.plain()
 
 
-def _result(result: ReadoutResult) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _count(found: Any) -> int:
+    """The numbers in results, by which the time to encode them is estimated."""
+    if isinstance(found, ReadoutResult):
+        arrays = sum(array.size for array in found.arrays.values())
+        return arrays + len(found.positions) + RESULT_NUMBERS
+    return sum(map(_count, found.values()))
+
+
+def _pieces(found: Any) -> Iterator[bytes]:
+    if isinstance(found, ReadoutResult):
+        yield from _pieces_of(found)
+        return
+    yield b"{"
+    for number, (name, one) in enumerate(found.items()):
+        yield (b"," if number else b"") + msgspec.json.encode(name) + b":"
+        yield from _pieces(one)
+    yield b"}"
+
+
+def _pieces_of(result: ReadoutResult) -> Iterator[bytes]:
+    facts: dict[str, Any] = {
         "kind": result.kind,
         "positions": result.positions,
         "taps": [list(tap) for tap in result.taps],
     }
+    for name in ("error", "note", "num_prompt_tokens"):
+        if (value := getattr(result, name)) is not None:
+            facts[name] = value
+    yield msgspec.json.encode(facts)[:-1]
     for name, array in result.arrays.items():
-        found[name] = packed(array) if name == "rows" else _listed(array)
-    if result.error is not None:
-        found["error"] = result.error
-    if result.note is not None:
-        found["note"] = result.note
-    if result.num_prompt_tokens is not None:
-        found["num_prompt_tokens"] = result.num_prompt_tokens
-    return found
+        yield b"," + msgspec.json.encode(name) + b":"
+        if name == "rows" or not array.size:
+            yield msgspec.json.encode(
+                packed(array) if name == "rows" else array.tolist()
+            )
+            continue
+        each = max(PIECE_NUMBERS * len(array) // array.size, 1)
+        for start in range(0, len(array), each):
+            text = msgspec.json.encode(array[start : start + each].tolist())
+            yield (b"," if start else b"[") + text[1:-1]
+        yield b"]"
+    yield b"}"
 
 
 def packed(array: Array) -> dict[str, Any]:
@@ -119,10 +125,3 @@ def packed(array: Array) -> dict[str, Any]:
         "shape": list(data.shape),
         "data": base64.b64encode(little.tobytes()).decode(),
     }
-
-
-def _listed(array: Array) -> Any:
-    listed = Listed.model_construct(array=array)
-    if array.size > PIECE_NUMBERS:
-        return listed
-    return listed.plain() if array.size else array.tolist()
