@@ -126,7 +126,9 @@ def test_the_first_wake_up_brings_it_back(tags: set[str], away: bool) -> None:
 
 def test_rows_leave_the_device_before_its_memory_does() -> None:
     sent: list[str] = []
-    capture: Any = SimpleNamespace(send=lambda: sent.append("rows"), readouts=None)
+    capture: Any = SimpleNamespace(
+        send=lambda: sent.append("rows"), readouts=None, staging_facts={}
+    )
     graphs: Any = None
     stream = OpenResidualStream({}, capture, None, graphs)
     runner = SimpleNamespace(residual=stream)

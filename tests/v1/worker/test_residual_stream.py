@@ -25,7 +25,7 @@ class Feature:
         self.wanted = False
         self.memory = self.planned = NOTHING
         self.calls = 0
-        self.readouts = None
+        self.readouts, self.staging_facts = None, {}
 
     @property
     def is_idle(self) -> bool:
