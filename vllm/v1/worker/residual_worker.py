@@ -4,11 +4,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED_READOUTS
+from vllm.v1.worker.joined_tensors import JOINED, MOST, join, part
 from vllm.v1.worker.step_consumers import ACTIONS
 from vllm.v1.worker.step_faults import FAILED
 
-UNSLICED = UNSLICED_READOUTS | {ACTIONS: False, FAILED: False}
+UNSLICED = UNSLICED_READOUTS | {ACTIONS: False, FAILED: False, JOINED: False}
 """Intermediate tensors that are sent as they are; see `readouts.worker.stages`."""
 
 
@@ -20,7 +22,10 @@ def with_readouts(worker: Any, grammar_output: Any) -> Any:
 
 def send_rows(worker: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """The tensors that a worker sends to the next pipeline stage."""
+    own = tuple(tensors)
     found: dict[str, Any] = worker.model_runner.residual.send_rows(tensors)
+    if len(found) > MOST and get_pp_group().use_cpu_custom_send_recv:
+        return join(found, own)
     return found
 
 
@@ -28,6 +33,7 @@ def receive_rows(
     worker: Any, tensors: dict[str, Any], wait: Callable[[], None]
 ) -> None:
     """Take what the previous pipeline stage has added out of its tensors."""
+    part(tensors)
     worker.model_runner.residual.receive_rows(tensors, wait)
 
 
