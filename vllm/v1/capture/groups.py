@@ -144,14 +144,23 @@ class GroupBatchingSink(BatchingSink, GroupSink):
         Large groups arrive in parts, for each of which it is called. If the parts of
         different steps have different taps, the keys must be ended one by one.
         """
+        ended = {tap for end in ends for tap in end.taps}
+        if any((request_id, *tap) in self._chunks for tap in ended):
+            return None  # Another stage was ended one by one.
         parts: dict[tuple[Tap, ...], list[torch.Tensor]] = {}
+        others: list[AnyChunk] = []
         for item in self._items.get(request_id, ()):
             if not isinstance(item, GroupChunk):
                 return None
-            parts.setdefault(item.taps, []).append(item.tensor)
+            if item.taps[0] in ended:
+                parts.setdefault(item.taps, []).append(item.tensor)
+            else:  # Of another pipeline stage, which sends its ends itself.
+                others.append(item)
         if len({tap for taps in parts for tap in taps}) < sum(map(len, parts)):
             return None
         self._items.pop(request_id, None)
+        if others:
+            self._items[request_id] = others
         return [self._result_of(end, parts) for end in ends]
 
     def _result_of(

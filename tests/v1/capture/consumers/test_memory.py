@@ -91,6 +91,28 @@ def test_a_group_is_kept_whole_however_its_rows_arrive(
         assert kept.rows.positions[layer, "post_block"] == list(range(6))
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_stages_that_end_one_after_another_keep_their_own_rows(split: bool) -> None:
+    consumer, taps = keeping(), tuple((layer, "post_block") for layer in range(4))
+    rows = torch.randn(4, 6, 8)
+    sink = as_sink(consumer)
+    assert isinstance(sink, GroupBatchingSink)
+    stages = (slice(0, 2), slice(2, 4))
+    for stage in stages:
+        chunk = GroupChunk(ID, taps[stage], rows[stage], 0, 0, list(range(6)))
+        sink.submit_rows([*chunk.chunks()] if split else [chunk])
+    for stage in stages:
+        shared = sidecar_of("r", taps[stage][0], rows[0])
+        results = sink.submit_ends("r", [GroupEnd(ID, taps[stage], shared)])
+        assert (results is None) == split
+        for tap in taps[stage] if split else ():
+            end = CaptureFinalize((ID, *tap), sidecar_of("r", tap, rows[0]))
+            sink.submit_finalize(end)
+    (kept,) = consumer.store.get("r")
+    for tap, one in zip(taps, rows, strict=True):
+        assert torch.equal(kept.rows[tap], one)
+
+
 def test_rows_that_do_not_fit_are_refused_or_reported() -> None:
     consumer = keeping(max_bytes=SIZE)
     raw = {"hooks": {"post_block": [0]}, "positions": "all"}
