@@ -159,7 +159,8 @@ def for_prompt(tiers: SteeringTiers, num_prompt: int, parameter: str) -> Steerin
             )
             parts[number] = structs.replace(part, operations=operations)
             found = True
-    return SteeringTiers(*parts) if found else tiers
+    base, prefill, decode = parts
+    return SteeringTiers(base, prefill, decode) if found else tiers
 
 
 def _is_whole(one: Operation) -> bool:

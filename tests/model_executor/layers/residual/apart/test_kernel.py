@@ -263,7 +263,7 @@ def one_row(program: Program, x: torch.Tensor, token: int) -> torch.Tensor:
 def selected(one: Instruction, x: Any, y: Any, size: Any) -> torch.Tensor:
     """The y that are among the largest of all rivals, by sorting."""
     by = size + 1e-5 if one.flags & Flag.STANDARD else size
-    rivals = one.mask.double().cpu() @ x / by + one.threshold.double().cpu()
+    rivals = wide(one.mask) @ x / by + wide(one.threshold)
     sizes, own = (rivals, y) if one.low == 0 else (rivals.abs(), y.abs())
     least = sizes.sort(descending=True).values[int(one.c2) - 1]
     return torch.where((own > least - 1e-9) & (y > one.low), y, 0.0)
