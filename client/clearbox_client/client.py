@@ -2,7 +2,7 @@
 """The synchronous client."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
@@ -172,7 +172,9 @@ class Client:
                     chunk = Chunk.of(document)
                 yield chunk
 
-    def patch_events(self, prompt: Prompt, **fields: Any) -> Iterator[dict[str, Any]]:
+    def patch_events(
+        self, prompt: Prompt, **fields: Any
+    ) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a patching sweep: `start`, a `cell` each, `summary`.
 
         Args:

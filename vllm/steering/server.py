@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from clearbox_client import Client, Reply
@@ -14,7 +14,6 @@ from clearbox_client import Client, Reply
 from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
-from vllm.steering.pairs import Prompt
 from vllm.v1.capture.types import CaptureResult
 
 if TYPE_CHECKING:
@@ -83,17 +82,14 @@ class ServerEngine:
             "steering_vectors": params.steering_vectors,
             "capture": params.capture,
         }
+        if params.logprobs is not None:
+            fields["return_tokens_as_token_ids"] = True
         if isinstance(prompt, list):
             if params.logprobs is not None:
                 fields |= {"logprobs": True, "top_logprobs": params.logprobs}
-            asked: Prompt | list[int] = prompt
-        else:
-            fields["logprobs"] = params.logprobs
-            asked = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-        if params.logprobs is not None:
-            fields["return_tokens_as_token_ids"] = True
-        call = self._client.chat if isinstance(prompt, list) else self._client.complete
-        return _output(call(asked, **fields))
+            return _output(self._client.chat(prompt, **fields))
+        asked = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
+        return _output(self._client.complete(asked, logprobs=params.logprobs, **fields))
 
 
 def _output(reply: Reply) -> RequestOutput:
@@ -117,10 +113,11 @@ def _output(reply: Reply) -> RequestOutput:
         ],
         finished=True,
     )
+    key: Any = ("", -1, "*")
     made.capture_results = {
         name: CaptureResult(
-            ("", -1, "*"),  # type: ignore[arg-type]
-            one.status,
+            key,
+            cast(Any, one.status),
             one.error,
             {tap: torch.from_numpy(rows.values) for tap, rows in reply.rows.items()},
         )
