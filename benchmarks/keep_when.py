@@ -110,7 +110,12 @@ def main() -> None:
     firing = max(len(norms) // FIRING, 1)
     bound = sum(norms[-firing - 1 :][:2]) / 2
     every = engine.turn("all", bound)
-    report: dict[str, Any] = {"model": describe(options.model), "all": every}
+    report: dict[str, Any] = {
+        **reports.begun(),
+        "gpu": reports.ask_gpu("name"),
+        "model": describe(options.model),
+        "all": every,
+    }
     print(f"all: {every['seconds']:.2f} s, {every['bytes']:,} bytes", flush=True)
     turns: dict[str, list[dict[str, Any]]] = {}
     for _ in range(options.rounds):
@@ -132,7 +137,7 @@ def main() -> None:
         del found["norms"]
     for mode, each in turns.items():
         print(f"median {mode}: {median(one['ratio'] for one in each):.3f}", flush=True)
-    reports.save(report, options.out)
+    reports.write(report, options.out)
     shutil.rmtree(engine.folder)
 
 

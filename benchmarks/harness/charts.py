@@ -375,6 +375,19 @@ def _delivery(report: Report) -> list[Panel]:
     return panels
 
 
+def _keep_when(report: Report) -> list[Panel]:
+    words = {
+        "read": "readout alone",
+        "request": "rows of requests that fire",
+        "token": "rows around tokens that fire",
+    }
+    rows = [
+        Row(words[mode], (spread([one["ratio"] for one in turns]),))
+        for mode, turns in report["turns"].items()
+    ]
+    return [Panel("throughput over that of requests without readouts", tuple(rows))]
+
+
 _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "overhead": ("Throughput with both features off", _overhead),
     "decode_step": ("Decode step, by graph replay", _decode_step),
@@ -384,6 +397,7 @@ _CHARTS: dict[str, tuple[str, Callable[[Report], list[Panel]]]] = {
     "ranks": ("Tokens generated over several GPUs", _ranks),
     "readouts": ("Readouts of an engine", _readouts),
     "patching": ("A patching sweep, and the same by hooks in Transformers", _patching),
+    "keep_when": ("Rows of all layers, kept where a readout fires", _keep_when),
     "steered_prompts": (
         "Prompts of 4,096 tokens with an operation at every layer",
         _steered_prompts,

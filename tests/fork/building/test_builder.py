@@ -73,6 +73,7 @@ def test_the_metadata_is_upstreams_and_ours(mini: Mini) -> None:
         'av; extra == "audio"',
         'soxr; sys_platform == "linux" and extra == "audio"',
         "pyarrow>=20",
+        'ray[data]>=2.55; extra == "ray"',
     ]
     groups = {point.group for point in found.entry_points}
     assert groups == {

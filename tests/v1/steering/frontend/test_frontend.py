@@ -62,7 +62,9 @@ def test_of_several_modules_a_wrong_one_is_named(
     good.write_text(json.dumps({"vectors": {"pre_attn": {"0": [1.0, 2.0]}}}))
     bad.write_text(json.dumps({"vectors": {"pre_attn": {"0": vector}}}))
     config: Any = SimpleNamespace(
-        capture_config=SimpleNamespace(hook_points={0: ("pre_attn",)}, point_shapes={}),
+        capture_config=SimpleNamespace(
+            hook_points={0: ("pre_attn",)}, point_shapes={}, missing={}
+        ),
         model_config=SimpleNamespace(
             get_hidden_size=lambda: 2,
             dtype=torch.float32,

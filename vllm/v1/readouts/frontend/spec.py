@@ -105,6 +105,11 @@ def _probe(spec: Spec) -> Readout:
     module, info = "", None
     if given is not None:
         _check_no_other(spec, given)
+    written = spec.raw if given is None else given
+    if not isinstance(given, str) and not (
+        isinstance(written, dict) and "vectors" in written
+    ):
+        raise spec.fail("probe", "must be a name, or an object with vectors [k, H]")
     if isinstance(given, str):
         info = spec.module("probe", "probe", "--readout-modules")
         module = info.name
@@ -113,7 +118,7 @@ def _probe(spec: Spec) -> Readout:
     if info is not None:
         _check_width(spec, "probe", info.width, part)
     else:
-        own = _own_probe(spec, spec.raw if given is None else given, part)
+        own = _own_probe(spec, written, part)
     return Readout(
         spec.name, "probe", taps, spec.ranges(), module, probe=own, part=part
     )
@@ -155,8 +160,6 @@ def _check_width(spec: Spec, key: str, width: int, part: RowPart | None = None) 
 
 
 def _own_probe(spec: Spec, given: Any, part: RowPart | None) -> Probe:
-    if not isinstance(given, dict) or "vectors" not in given:
-        raise spec.fail("probe", "must be a name, or an object with vectors [k, H]")
     known = {"vectors", "bias", "activation", "cosine", "threshold"}
     if given is not spec.raw and (unknown := given.keys() - known):
         raise spec.fail("probe", f"has no keys {sorted(unknown)}; {sorted(known)}")
