@@ -126,7 +126,12 @@ def _of_run(run: KeptRun, tap: Tap, positions: Any, where: str, name: str) -> Ar
                 f"{where}.positions",
                 position,
             )
-    return as_array(run.rows[tap][places], where)
+    rows = run.rows[tap]
+    if places and places == list(range(places[0], places[0] + len(places))):
+        # An index starts PyTorch's threads, which wait actively: for each cell of a
+        # sweep half a millisecond, and all cores.
+        return as_array(rows[places[0] : places[-1] + 1].clone(), where)
+    return as_array(rows[places], where)
 
 
 def _wanted(raw: Any, num_prompt: int, where: str) -> Sequence[int]:
