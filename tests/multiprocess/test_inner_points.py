@@ -21,6 +21,7 @@ from tests.v1.capture.engine.test_inner_points import (
     SIZES,
     TOKENS,
     Pair,
+    check_addition,
     read,
 )
 from vllm.v1.readouts.errors import ReadoutValidationError
@@ -80,16 +81,7 @@ def test_heads_of_the_other_rank_are_read(pair: Pair) -> None:
 @pytest.mark.parametrize("hook", DIVIDED)
 def test_additions_reach_the_ranks(pair: Pair, hook: str) -> None:
     pair.reference.run(PROMPT)
-    width = pair.reference.rows[0, hook].shape[1]
-    vector = torch.randn(width, generator=torch.Generator().manual_seed(5)) * 3
-    entry = {"vector": vector.numpy(), "positions": [2, 5]}
-
-    def change(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.clone()
-        rows[[2, 5]] += vector
-        return rows
-
-    pair.check_changed((0, hook), entry, change)
+    check_addition(pair, hook)
 
 
 @pytest.mark.parametrize("head", [0, HEADS - 1])

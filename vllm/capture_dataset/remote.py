@@ -220,8 +220,8 @@ class Server:
         payload = decoded(result["payload"] or [])
         if rows.keep_when is not None:
             payload = payload or nothing_kept(rows.taps, self.model)
-            kept = next(iter(payload.positions.values()))
-            wanted = [position for position in wanted if position in {*kept}]
+            kept = {*next(iter(payload.positions.values()))}
+            wanted = [position for position in wanted if position in kept]
         if sorted(payload) != sorted(rows.taps):
             raise ValueError(f"there are rows of {list(payload)}")
         for (layer, hook), values in payload.items():

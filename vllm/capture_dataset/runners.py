@@ -109,7 +109,6 @@ class EngineRunner:
         self.tokenizer = llm.get_tokenizer()
         self.model = _facts_of(llm)
         self._count = 0
-        self._taps: list[Tap] = []
 
     def run(
         self, prompts: Sequence[Prompt], rows: RowsSpec, tokens: Tokens
@@ -121,18 +120,18 @@ class EngineRunner:
         sent: dict[str, Prompt] = {}
         ended: list[RequestOutput] = []
         collected_at = monotonic()
-        self._taps = rows.taps
+        taps = rows.taps
         while self._add(islice(waiting, IN_FLIGHT - len(sent)), rows, sent):
             outputs: Any = engine.step()
             # Requests of earlier steps: their rows arrived while this step was
             # computed.
             late = monotonic() - collected_at > COLLECT_SECONDS
             if len(ended) >= COLLECTED_AT_ONCE or late:
-                yield from self._collect(ended, sent, tokens)
+                yield from self._collect(ended, sent, taps, tokens)
                 ended, collected_at = [], monotonic()
             ended += [output for output in outputs if output.finished]
             if len(ended) == len(sent):
-                yield from self._collect(ended, sent, tokens)
+                yield from self._collect(ended, sent, taps, tokens)
                 ended = []
 
     def _add(
@@ -164,7 +163,11 @@ class EngineRunner:
         return bool(sent)
 
     def _collect(
-        self, ended: "list[RequestOutput]", sent: dict[str, Prompt], tokens: Tokens
+        self,
+        ended: "list[RequestOutput]",
+        sent: dict[str, Prompt],
+        taps: list[Tap],
+        tokens: Tokens,
     ) -> Iterator[Captured]:
         self._llm.llm_engine.capture.wait(ended)
         for output in ended:
@@ -173,7 +176,7 @@ class EngineRunner:
             if result.status != "ok":
                 raise failed(prompt, result.error)
             generated = list(output.outputs[0].token_ids)
-            payload = result.payload or nothing_kept(self._taps, self.model)
+            payload = result.payload or nothing_kept(taps, self.model)
             yield captured(prompt, payload, generated, tokens, output.readouts)
 
     def readout_modules(self) -> dict[str, Any]:

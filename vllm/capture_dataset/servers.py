@@ -42,8 +42,9 @@ class ServersRunner:
 
         """
         first, *others = servers
+        modules = first.readout_modules() if others else {}
         for other in others:
-            _check_equal(first, other)
+            _check_equal(first, other, modules)
         self.model = first.model
         self.tokenizer = first.tokenizer
         self._servers = list(servers)
@@ -128,10 +129,10 @@ def _end(waiting: Waiting, threads: int) -> None:
         waiting.put(None)
 
 
-def _check_equal(first: Server, other: Server) -> None:
+def _check_equal(first: Server, other: Server, modules: dict[str, Any]) -> None:
     facts = replace(first.model, name="", max_model_len=0)
     theirs = replace(other.model, name="", max_model_len=0)
-    if facts != theirs or first.readout_modules() != other.readout_modules():
+    if facts != theirs or modules != other.readout_modules():
         what = "other readout modules" if facts == theirs else "another model"
         raise fail(
             f"server: {other.url} has {what} than {first.url}; a data set is "

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server in the place of an `LLM`, for sweeps and evaluations."""
+"""A server in the place of an `LLM`, for sweeps and evaluations.
+
+Without it a user of a model that is served must load it again, on GPUs of its own.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -83,9 +83,9 @@ def check_fits(llm: "LLM", vectors: VectorSet, file: str) -> None:
 
     """
     # A server whose model is not here compares widths only.
-    known: Any = getattr(llm, "identity", None)
-    if known is None and hasattr(llm, "llm_engine"):
-        known = identity_of(llm.llm_engine.vllm_config)
+    engine: Any = llm
+    is_here = hasattr(llm, "llm_engine")
+    known = identity_of(engine.llm_engine.vllm_config) if is_here else engine.identity
     if known is not None:
         vectors.provenance.check_model(known, Source(file))
 

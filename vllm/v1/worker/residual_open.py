@@ -103,7 +103,7 @@ def _open(
     taps = [(index, point) for index in sorted(points) for point in points[index]]
     dtype = torch_dtype(vllm_config.model_config)
     capture = steering = None
-    behind: dict[Tap, Tap] = {}
+    taps_behind: dict[Tap, Tap] = {}
     # Loaded before memory is profiled, so that they count as part of the model.
     modules = WorkerModules(vllm_config.readout_config, device, dtype)
     if config.enabled:
@@ -121,11 +121,11 @@ def _open(
                     if name == "q"
                 },
             )
-        behind = _taps_behind(taps, num_layers - 1, AFTER in optional)
+        taps_behind = _taps_behind(taps, num_layers - 1, AFTER in optional)
         capture = WorkerCapture(
             vllm_config,
             stage,
-            [*taps, *behind.values()],
+            [*taps, *taps_behind.values()],
             width,
             dtype,
             device,
@@ -148,7 +148,7 @@ def _open(
                 if point.ranks > 1
             },
         )
-    made = {tap: _tap(tap, behind.get(tap), capture, steering) for tap in taps}
+    made = {tap: _tap(tap, taps_behind.get(tap), capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
         residual_tap.attach(module, place[1], made[place], run)
     for place, point in layers.inner.items():

@@ -513,6 +513,11 @@ def test_a_head_has_another_run_s_values(pair: Pair) -> None:
     ["q", "k", "v", "attn_in", "attn_out", "mlp_out", "embed", "attn_add", "mlp_add"],
 )
 def test_additions_reach_what_the_point_names(pair: Pair, hook: str) -> None:
+    check_addition(pair, hook)
+
+
+def check_addition(pair: Pair, hook: str) -> None:
+    """A vector is added to the rows of a point at two positions."""
     width = pair.reference.rows[0, hook].shape[1]
     vector = torch.randn(width, generator=torch.Generator().manual_seed(3)) * 3
     # The same addition to all keys would change no weight.

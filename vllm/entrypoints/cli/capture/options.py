@@ -219,23 +219,22 @@ def _format(name: str) -> str:
 
 def _positions(text: str) -> Any:
     """Parse a position selector: a name, or JSON."""
-    if not text.startswith(("[", "{", '"')):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    return _json(text) if text.startswith(("[", "{", '"')) else text
 
 
 def _rule(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    found = _json(text)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
     return found
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
 
 
 def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec]:

@@ -5,7 +5,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +58,8 @@ def _server(url: str, api_key: str | None) -> Iterator[Any]:
     from vllm.steering.server import ServerEngine
 
     try:
-        engine = ServerEngine(url, api_key)
-        try:
+        with closing(ServerEngine(url, api_key)) as engine:
             yield engine
-        finally:
-            engine.close()
     except ClearboxError as error:
         raise fail(f"server: {url}: {error}", "server", url) from None
 

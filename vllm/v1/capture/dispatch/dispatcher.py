@@ -183,12 +183,12 @@ class Dispatcher:
     def _finish(self, ends: Sequence[RequestEnd]) -> None:
         """Submit the last rows and the ends of requests, several in one packet."""
         try:
-            kept = [end.request_id for end in ends if self._keeps_rows(end)]
-            if len(kept) < len(ends):  # Rows that nobody gets are not copied.
-                self._pending.take(
-                    [end.request_id for end in ends if end.request_id not in kept]
-                )
-            self._hand_on_to(kept)
+            kept: dict[bool, list[str]] = {True: [], False: []}
+            for end in ends:
+                kept[self._keeps_rows(end)].append(end.request_id)
+            if kept[False]:  # Rows that nobody gets are not copied.
+                self._pending.take(kept[False])
+            self._hand_on_to(kept[True])
         except Exception:  # The requests still end, and report missing rows.
             logger.exception("Captured rows could not be distributed to their requests")
         last = LastRows()

@@ -161,8 +161,10 @@ class CapturedRequest:
 
     def keeps_rows(self, end: RequestEnd) -> bool:
         """Whether any reader gets rows; `keep_when` may have decided that none does."""
+        if end.error is not None or not end.kept:
+            return True
         stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
-        return end.error is not None or any(
+        return any(
             name not in end.kept or overlap(self._spans_kept(name, end), 0, stop)
             for name in self._plan.row_lanes
         )
@@ -189,8 +191,9 @@ class CapturedRequest:
                 if (part := rows.between(*span)) is not None
             ]
             if kept:
-                readers = {one.instance: one for one in self._groups[number].readers}
-                chunk = self._make_chunk(number, readers[instance], kept)
+                readers = self._groups[number].readers
+                (own,) = (one for one in readers if one.instance == instance)
+                chunk = self._make_chunk(number, own, kept)
                 chunks.setdefault(instance, []).append(chunk)
         self._held.clear()
         skipped = self._skip(end, stop)

@@ -66,10 +66,10 @@ def stamp(chunk: Any, part: "CompletionOutput") -> None:
 
 def _listed(results: Any) -> Any:
     """Results as plain data; `Listed` if they have many numbers."""
+    if results is None:
+        return None
     listed = Listed.model_construct(results=results)
-    if results is None or _count(results) > PIECE_NUMBERS:
-        return None if results is None else listed
-    return listed.plain()
+    return listed if _count(results) > PIECE_NUMBERS else listed.plain()
 
 
 def _count(found: Any) -> int:
@@ -103,10 +103,11 @@ def _pieces_of(result: ReadoutResult) -> Iterator[bytes]:
     yield msgspec.json.encode(facts)[:-1]
     for name, array in result.arrays.items():
         yield b"," + msgspec.json.encode(name) + b":"
-        if name == "rows" or not array.size:
-            yield msgspec.json.encode(
-                packed(array) if name == "rows" else array.tolist()
-            )
+        if name == "rows":
+            yield msgspec.json.encode(packed(array))
+            continue
+        if not array.size:
+            yield msgspec.json.encode(array.tolist())
             continue
         each = max(PIECE_NUMBERS * len(array) // array.size, 1)
         for start in range(0, len(array), each):
