@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fork.architectures.registry import LIBRARY, NOT_GENERATING, REGISTRY, names
 from fork.architectures.sources import Sources
-from fork.errors import BuildFailure
+from fork.errors import BuildFailure, Fault
 from fork.upstream.release import Release
 from fork.weave.rules import MODELS
 from fork.weaving.cache import (
@@ -18,7 +18,6 @@ from fork.weaving.cache import (
     recall,
     weave_digest,
 )
-from fork.weaving.faults import Fault
 from fork.weaving.weaver import WovenFile
 
 _ORIGIN = "fork/weave/rules.py"

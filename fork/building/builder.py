@@ -14,13 +14,12 @@ from fork.building.metadata import (
 )
 from fork.building.native import native_files
 from fork.building.tree import update_tree
-from fork.errors import BuildFailure
+from fork.errors import BuildFailure, Fault
 from fork.paths import HERE, Checkout
 from fork.progress import step
 from fork.upstream.fetch import fetch, sha256_of, verify, wheel_version
 from fork.upstream.pins import load_upstream, machine_name
 from fork.upstream.release import Release, unpack
-from fork.weaving.faults import Fault
 from fork.weaving.weaver import weave_release
 
 

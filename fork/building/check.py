@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from fork.architectures.accounting import architecture_faults
 from fork.building.contents import added_files, shadowing_faults
+from fork.errors import Fault
 from fork.paths import Checkout
 from fork.upstream.release import Release
 from fork.weaving.edit_files import edit_paths
-from fork.weaving.faults import Fault
 from fork.weaving.weaver import WovenFile, has_layer_weave, weave_release
 
 TESTED = (

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fork.errors import Fault
 from fork.paths import Checkout
 from fork.upstream.release import Release
-from fork.weaving.faults import Fault
 
 WEAVE_AT_RUN_TIME = "vllm/model_executor/residual_weave"
 """Path of the decoder-layer weave in the tree."""

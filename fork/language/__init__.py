@@ -13,25 +13,25 @@ docstring why the module is edited, and lists its edits:
 Anchors are code and match by structure, so whitespace, comments, quotes and trailing
 commas never matter. Every anchor is looked up in the untouched upstream module: edits
 of one file do not see each other, and edits at one place keep the order of the list.
+What is not edited is preserved byte for byte.
 """
 
-from fork.language.arguments import add_argument
-from fork.language.bodies import first, last
-from fork.language.decorators import add_decorator
-from fork.language.edit import Edit
-from fork.language.fields import add_field
-from fork.language.imports import add_import
-from fork.language.parameters import add_parameter
-from fork.language.problems import Problem
-from fork.language.releases import since, until
-from fork.language.replacements import replace
-from fork.language.statements import after, before
+from fork.language.edit import Edit, since, until
+from fork.language.expressions import add_argument, add_parameter, replace
+from fork.language.statements import (
+    add_decorator,
+    add_field,
+    add_import,
+    after,
+    before,
+    first,
+    last,
+)
 from fork.language.weave import EditFile, Woven, weave
 
 __all__ = [
     "Edit",
     "EditFile",
-    "Problem",
     "Woven",
     "add_argument",
     "add_decorator",

@@ -1,39 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of edits, and the changes into which an edit is resolved."""
+"""Edits: what they are looked up by, and the changes of bytes that they become."""
 
 import re
-import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-import libcst as cst
+from fork.language.source import Owner, Source
 
-from fork.language.problems import Finding, WrongCount
-from fork.language.tree import Tree
 
-Statements = tuple[cst.BaseStatement, ...]
-Rewrite = Callable[[cst.CSTNode], cst.CSTNode]
+@dataclass(frozen=True, slots=True)
+class Splice:
+    """Bytes that replace those between two offsets of the module."""
+
+    start: int
+    end: int
+    new: bytes
+    rank: int = 1
+    """Order of splices at one offset: what ends inner blocks comes first."""
+
+    def is_applied(self, data: bytes) -> bool:
+        """Whether the bytes that would be inserted are already there."""
+        if self.end > self.start:
+            return False
+        return data.startswith(self.new, self.start) or data.endswith(
+            self.new, 0, self.start
+        )
+
+
+Search = Callable[[Source, Owner], Iterator[Splice]]
+"""Yields a splice for each match in one scope, without entering inner definitions."""
+
+
+class Misfit(Exception):
+    """An edit does not fit the module.
+
+    Args:
+        kind: the kind of reason, for programs.
+        text: what follows the edit in a sentence.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """The change of one node of the upstream tree: inserted or replaced statements."""
+class Edit:
+    """One edit of an upstream module.
 
-    node: cst.CSTNode
-    before: Statements = ()
-    after: Statements = ()
-    first: Statements = ()
-    """Inserted at the start of the node's body, after its docstring."""
-    last: Statements = ()
-    """Inserted at the end of the node's body."""
-    rewrite: Rewrite | None = None
-    """Maps the (possibly already changed) node to its replacement."""
-    replacement: Statements | None = None
-    """Statements that replace the node."""
+    Raises:
+        ValueError: `why` is empty or `count` is below 1.
+    """
+
+    operation: str
+    subject: str
+    """What the edit is about, for messages: the anchor, parameter or import."""
+    search: Search
+    why: str
+    """The reason, one sentence."""
+    scope: str
+    """Dotted path of the class or function; empty for the module level."""
+    line: int
+    """The line of the edit file, for messages."""
+    count: int = 1
+    """The exact number of places that must match."""
+    since: str = ""
+    """The first release that the edit is for; empty for any."""
+    until: str = ""
+    """The first release that it is not for; empty for none."""
+
+    def __post_init__(self) -> None:
+        if not self.why.strip():
+            raise ValueError("why='': say in one sentence why this edit is needed")
+        if self.count < 1:
+            raise ValueError(f"count={self.count}: an edit matches at least one place")
+
+    def applies_to(self, release: str) -> bool:
+        """Whether the edit is for a release, such as `0.32.0`."""
+        number = _number(release)
+        return not (self.since and number < _number(self.since)) and not (
+            self.until and number >= _number(self.until)
+        )
+
+    def resolve(self, source: Source) -> list[Splice]:
+        """The changes that this edit makes.
+
+        Raises:
+            Misfit: it does not match as often as it says, or was made already.
+        """
+        scopes = source.scopes(self.scope)
+        if not scopes:
+            raise self._no_scope(source)
+        splices = [splice for s in scopes for splice in self.search(source, s)]
+        if not splices:
+            raise self._no_match(source)
+        if len(splices) != self.count:
+            raise Misfit(
+                "WrongCount",
+                f"matches {len(splices)} places {_in(self.scope)}, expected "
+                f"{self.count},",
+            )
+        if any(splice.is_applied(source.data) for splice in splices):
+            raise Misfit(
+                "AlreadyApplied",
+                f"is already applied {_in(self.scope)} of {source.module}",
+            )
+        return splices
+
+    def _no_scope(self, source: Source) -> Misfit:
+        name = self.scope.split(".")[-1]
+        paths = (path for path, _ in source.all_scopes())
+        same = [path for path in dict.fromkeys(paths) if path.split(".")[-1] == name]
+        text = f'needs scope "{self.scope}", which {source.module} does not have'
+        if same:
+            text += f" (moved? the name is defined as {', '.join(same)})"
+        return Misfit("MissingScope", text)
+
+    def _no_match(self, source: Source) -> Misfit:
+        text = f"matches nothing {_in(self.scope)} of {source.module}"
+        there = (p for p, s in source.all_scopes() if any(self.search(source, s)))
+        moved = ", ".join(map(_in, dict.fromkeys(there)))
+        if moved:
+            return Misfit("Moved", f"{text}; it is now {moved}")
+        return Misfit("MissingAnchor", text)
 
 
-Resolution = tuple[Change, ...] | Finding
+def _in(scope: str) -> str:
+    return f'in scope "{scope}"' if scope else "at the module level"
 
 
 def _number(release: str) -> tuple[int, ...]:
@@ -43,55 +136,11 @@ def _number(release: str) -> tuple[int, ...]:
     return tuple(map(int, digits[0].split(".")))
 
 
-def caller_line() -> int:
-    """The line of the edit file that called the operation, for messages."""
-    return sys._getframe(2).f_lineno
+def since(release: str, *edits: Edit) -> list[Edit]:
+    """The edits, for upstream's `release` and later ones."""
+    return [replace(edit, since=release) for edit in edits]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Edit(ABC):
-    """One edit of an upstream module.
-
-    Raises:
-        ValueError: `why` is empty or `count` is below 1.
-    """
-
-    why: str
-    """The reason, one sentence."""
-    scope: str = ""
-    """Dotted path of the class or function; empty for the module level."""
-    count: int = 1
-    """The exact number of places that must match."""
-    line: int = field(default=0, compare=False)
-    since: str = ""
-    """The first release that the edit is for; empty for any."""
-    until: str = ""
-    """The first release that it is not for; empty for none."""
-
-    def applies_to(self, release: str) -> bool:
-        """Whether the edit is for a release, such as `0.32.0`."""
-        number = _number(release)
-        return not (self.since and number < _number(self.since)) and not (
-            self.until and number >= _number(self.until)
-        )
-
-    def __post_init__(self) -> None:
-        if not self.why.strip():
-            raise ValueError("why='': say in one sentence why this edit is needed")
-        if self.count < 1:
-            raise ValueError(f"count={self.count}: an edit matches at least one place")
-
-    @property
-    @abstractmethod
-    def subject(self) -> str:
-        """What the edit is about, for messages: the anchor, parameter or import."""
-
-    @abstractmethod
-    def resolve(self, tree: Tree) -> Resolution:
-        """The changes that this edit makes to `tree`, or the reason why it cannot."""
-
-    def miscounted(self, found: int) -> WrongCount | None:
-        """The finding for a match count other than `count`."""
-        if found == self.count:
-            return None
-        return WrongCount(scope=self.scope, found=found, expected=self.count)
+def until(release: str, *edits: Edit) -> list[Edit]:
+    """The edits, for releases before upstream's `release`."""
+    return [replace(edit, until=release) for edit in edits]

@@ -1,125 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares code by structure, ignoring layout, with wildcards.
+"""Anchors: code that is compared by structure, ignoring layout, with wildcards.
 
 In a pattern the name `__` matches any one expression. `...` does too, and in a list of
 arguments, elements or parameters it matches any number of them.
 """
 
-from collections.abc import Sequence
+import ast
+import re
+from dataclasses import dataclass
+from textwrap import dedent
 from typing import Any
 
-import libcst as cst
+from fork.language.source import Place
 
-from fork.language.nodes import BODY_FIELDS, meaning_fields, statements_of
-
-_TEXT = (cst.SimpleString, cst.ConcatenatedString)
-
-
-def equal(one: cst.CSTNode, other: cst.CSTNode) -> bool:
-    """Whether two nodes are the same code, ignoring layout."""
-    return _Comparison(wildcards=False).nodes(one, other)
+_HEADER_ONLY = frozenset(
+    {"body", "orelse", "handlers", "finalbody", "cases", "decorator_list"}
+)
+_NO_MEANING = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
+_ANY_NUMBER_IN = frozenset({"args", "elts", "bases"})
 
 
-def matches(pattern: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether `node` has the structure of `pattern`, wildcards allowed."""
-    return _Comparison(wildcards=True).nodes(pattern, node)
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A statement, several in a row, or the header of a compound statement."""
+
+    statements: tuple[ast.stmt, ...]
+    by_header: bool
+    """Whether the last statement is matched only up to its colon."""
+
+    def last_of(self, place: Place) -> ast.stmt | None:
+        """What the anchor's last statement matches if they begin at `place`."""
+        block, index = place
+        there = block[index : index + len(self.statements)]
+        if len(there) < len(self.statements) or not all(
+            map(self._matches, self.statements, there)
+        ):
+            return None
+        return there[-1]
+
+    def _matches(self, pattern: ast.stmt, node: ast.stmt) -> bool:
+        if not self.by_header or pattern is not self.statements[-1]:
+            return matches(pattern, node)
+        skipped = set(_HEADER_ONLY)
+        if getattr(pattern, "returns", None) is None:
+            skipped.add("returns")
+        if any(_is_ellipsis(base) for base in getattr(pattern, "bases", ())):
+            skipped.add("keywords")
+        return type(pattern) is type(node) and _fields_match(pattern, node, skipped)
 
 
-def header_matches(pattern: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether two compound statements or clauses agree up to the colon.
+def parse_anchor(text: str) -> Anchor:
+    """Parse an anchor; one that ends in a colon is a header.
 
-    Decorators are ignored, and so is a return annotation if the pattern has none.
+    Raises:
+        ValueError: the text is not valid code.
     """
+    code = dedent(text).strip()
+    by_header = code.endswith(":")
+    if by_header:
+        # `...` is no parameter name, so `def f(...):` is written with `__`.
+        code = re.sub(r"(\bdef \w+)\(\.\.\.\)", r"\1(__)", code) + " pass"
+    try:
+        statements = tuple(ast.parse(code).body)
+    except SyntaxError as error:
+        raise ValueError(f"anchor={text!r}: not a statement ({error.msg})") from None
+    if not statements:
+        raise ValueError("anchor='': name the statement the edit belongs to")
+    return Anchor(statements, by_header)
+
+
+def parse_expression(text: str) -> ast.expr:
+    """Parse an expression of one or more lines.
+
+    Raises:
+        ValueError: the text is not an expression.
+    """
+    try:
+        return ast.parse(f"({text})", mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{text!r}: not an expression ({error.msg})") from None
+
+
+def matches(pattern: ast.AST, node: ast.AST) -> bool:
+    """Whether `node` has the structure of `pattern`."""
+    if _is_ellipsis(pattern) or (isinstance(pattern, ast.Name) and pattern.id == "__"):
+        return isinstance(node, ast.expr)
     if type(pattern) is not type(node):
         return False
-    skipped = BODY_FIELDS | {"decorators"}
-    if getattr(pattern, "returns", None) is None:
-        skipped |= {"returns"}
-    if isinstance(pattern, cst.ClassDef) and any(map(_is_any_number, pattern.bases)):
-        skipped |= {"keywords"}
-    return _Comparison(wildcards=True).fields(pattern, node, skipped)
-
-
-class _Comparison:
-    """Compares patterns with nodes, with or without wildcards."""
-
-    def __init__(self, wildcards: bool) -> None:
-        self._wildcards = wildcards
-
-    def nodes(self, pattern: cst.CSTNode, node: cst.CSTNode) -> bool:
-        if self._wildcards and _is_wildcard(pattern):
-            return isinstance(node, cst.BaseExpression)
-        if isinstance(pattern, _TEXT) and isinstance(node, _TEXT):
-            return _same_text(pattern, node)
-        if isinstance(pattern, cst.BaseSuite) and isinstance(node, cst.BaseSuite):
-            return self._suites(pattern, node)
-        if type(pattern) is not type(node):
-            return False
-        if self._wildcards and _takes_any_parameters(pattern):
-            return True
-        return self.fields(pattern, node, frozenset())
-
-    def fields(
-        self, pattern: cst.CSTNode, node: cst.CSTNode, skipped: frozenset[str]
-    ) -> bool:
-        return all(
-            self._values(getattr(pattern, name), getattr(node, name))
-            for name in meaning_fields(type(pattern))
-            if name not in skipped
+    if isinstance(pattern, ast.arguments) and [p.arg for p in pattern.args] == ["__"]:
+        return True
+    if isinstance(pattern, ast.Call) and any(map(_is_ellipsis, pattern.args)):
+        assert isinstance(node, ast.Call), "the types are equal"
+        behind = node.keywords[len(node.keywords) - len(pattern.keywords) :]
+        return _match(pattern.keywords, behind) and _fields_match(
+            pattern, node, {"keywords"}
         )
-
-    def _values(self, pattern: Any, value: Any) -> bool:  # a field of any node type
-        if isinstance(pattern, cst.CSTNode):
-            return isinstance(value, cst.CSTNode) and self.nodes(pattern, value)
-        if isinstance(pattern, (list, tuple)):
-            return isinstance(value, (list, tuple)) and self._items(pattern, value)
-        return bool(pattern == value)
-
-    def _suites(self, pattern: cst.BaseSuite, node: cst.BaseSuite) -> bool:
-        return self._items(_lines(pattern), _lines(node))
-
-    def _items(
-        self, patterns: Sequence[cst.CSTNode], items: Sequence[cst.CSTNode]
-    ) -> bool:
-        if not patterns:
-            return not items
-        head, tail = patterns[0], patterns[1:]
-        if self._wildcards and _is_any_number(head):
-            return any(self._items(tail, items[i:]) for i in range(len(items) + 1))
-        return (
-            bool(items) and self.nodes(head, items[0]) and self._items(tail, items[1:])
-        )
+    return _fields_match(pattern, node, set())
 
 
-def _lines(suite: cst.BaseSuite) -> Sequence[cst.CSTNode]:
-    return statements_of(cst.Else(body=suite))
-
-
-def _is_wildcard(pattern: cst.CSTNode) -> bool:
-    is_blank = isinstance(pattern, cst.Name) and pattern.value == "__"
-    return is_blank or isinstance(pattern, cst.Ellipsis)
-
-
-def _is_any_number(pattern: cst.CSTNode) -> bool:
-    if isinstance(pattern, cst.Arg):
-        plain = pattern.keyword is None and not pattern.star
-        return plain and isinstance(pattern.value, cst.Ellipsis)
-    return isinstance(pattern, cst.Element) and isinstance(pattern.value, cst.Ellipsis)
-
-
-def _takes_any_parameters(pattern: cst.CSTNode) -> bool:
-    if not isinstance(pattern, cst.Parameters) or len(pattern.params) != 1:
-        return False
-    return pattern.params[0].name.value == "__"
-
-
-def _same_text(
-    one: cst.SimpleString | cst.ConcatenatedString,
-    other: cst.SimpleString | cst.ConcatenatedString,
-) -> bool:
-    if one.evaluated_value is not None and other.evaluated_value is not None:
-        return bool(one.evaluated_value == other.evaluated_value)
-    # A concatenation with an f-string has no value; compare it part by part.
-    return type(one) is type(other) and _Comparison(wildcards=False).fields(
-        one, other, frozenset()
+def _fields_match(pattern: ast.AST, node: ast.AST, skipped: set[str]) -> bool:
+    return all(
+        _match(getattr(pattern, name), getattr(node, name), name in _ANY_NUMBER_IN)
+        for name in pattern._fields
+        if name not in skipped | _NO_MEANING
     )
+
+
+def _match(pattern: Any, value: Any, any_number: bool = False) -> bool:
+    """Whether the values of a field match, which are nodes, lists or constants."""
+    if isinstance(pattern, ast.AST):
+        return isinstance(value, ast.AST) and matches(pattern, value)
+    if not isinstance(pattern, list):
+        return type(pattern) is type(value) and bool(pattern == value)
+    if not pattern:
+        return not value
+    head, tail = pattern[0], pattern[1:]
+    if any_number and _is_ellipsis(head):
+        return any(_match(tail, value[i:], True) for i in range(len(value) + 1))
+    return (
+        bool(value) and _match(head, value[0]) and _match(tail, value[1:], any_number)
+    )
+
+
+def _is_ellipsis(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...

@@ -1,99 +1,248 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Insert statements before or after a statement."""
+"""Edits that insert whole lines: statements, fields, imports and decorators."""
 
+import ast
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-import libcst as cst
-
-from fork.language.anchor import Anchor, parse_anchor
-from fork.language.code import parse_statements, set_apart
-from fork.language.edit import Change, Edit, Resolution, Statements, caller_line
-from fork.language.lookup import absence
-from fork.language.pattern import equal
-from fork.language.problems import AlreadyApplied
-from fork.language.tree import Place, Tree, places
+from fork.language.code import Code
+from fork.language.edit import Edit, Misfit, Splice
+from fork.language.pattern import parse_anchor
+from fork.language.source import Definition, Owner, Source, blocks, places
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beside(Edit):
-    """Statements next to an anchor."""
+def after(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) -> Edit:
+    """Insert statements after every statement that matches the anchor."""
+    pattern, code = parse_anchor(anchor), Code(insert)
 
-    anchor: str
-    insert: str
-    below: bool
-    _anchor: Anchor = field(init=False, repr=False, compare=False)
-    _insert: Statements = field(init=False, repr=False, compare=False)
+    def search(source: Source, owner: Owner) -> Iterator[Splice]:
+        for place in places(owner):
+            if (node := pattern.last_of(place)) is not None:
+                yield _below(source, node, code)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        anchor = parse_anchor(self.anchor)
-        if anchor.is_clause:
-            raise ValueError(
-                f"anchor={self.anchor!r}: nothing can stand beside a clause; "
-                "anchor on the whole statement, or use first or last"
-            )
-        object.__setattr__(self, "_anchor", anchor)
-        object.__setattr__(self, "_insert", parse_statements(self.insert))
+    return Edit(
+        operation="after",
+        subject=anchor,
+        search=search,
+        why=why,
+        scope=scope,
+        count=count,
+        line=sys._getframe(1).f_lineno,
+    )
 
-    @property
-    def subject(self) -> str:
-        """The anchor."""
-        return self.anchor
 
-    def resolve(self, tree: Tree) -> Resolution:
-        """Insert at every place where the anchor matches."""
-        finding = absence(self, tree, self._search)
-        if finding is not None:
-            return finding
-        found = [p for scope in tree.scopes(self.scope) for p in self._search(scope)]
-        if any(self._is_applied(place) for place in found):
-            return AlreadyApplied(self.scope)
-        return tuple(self._change(place, tree) for place in found)
+def before(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) -> Edit:
+    """Insert statements before every statement that matches the anchor."""
+    pattern, code = parse_anchor(anchor), Code(insert)
 
-    def _search(self, owner: cst.CSTNode) -> Iterator[Place]:
-        return (place for place in places(owner) if self._anchor.matches(place))
+    def search(source: Source, owner: Owner) -> Iterator[Splice]:
+        for block, index in places(owner):
+            if pattern.last_of((block, index)) is not None:
+                yield _above(source, block[index], code)
 
-    def _is_applied(self, place: Place) -> bool:
-        size = len(self._insert)
-        if self.below:
-            start = place.index + len(self._anchor.statements)
+    return Edit(
+        operation="before",
+        subject=anchor,
+        search=search,
+        why=why,
+        scope=scope,
+        count=count,
+        line=sys._getframe(1).f_lineno,
+    )
+
+
+def first(
+    *, scope: str, insert: str, why: str, anchor: str | None = None, count: int = 1
+) -> Edit:
+    """Insert at the start of the scope's body, or of the anchored statement's."""
+    code = Code(insert)
+
+    def search(source: Source, owner: Owner) -> Iterator[Splice]:
+        for body in _bodies(owner, anchor):
+            yield _on_top(source, body, code)
+
+    _check_header(anchor)
+    return Edit(
+        operation="first",
+        subject=anchor or scope or "<module>",
+        search=search,
+        why=why,
+        scope=scope,
+        count=count,
+        line=sys._getframe(1).f_lineno,
+    )
+
+
+def last(
+    *, scope: str, insert: str, why: str, anchor: str | None = None, count: int = 1
+) -> Edit:
+    """Insert at the end of the scope's body, or of the anchored statement's."""
+    code = Code(insert)
+
+    def search(source: Source, owner: Owner) -> Iterator[Splice]:
+        for body in _bodies(owner, anchor):
+            yield _below(source, body[-1], code)
+
+    _check_header(anchor)
+    return Edit(
+        operation="last",
+        subject=anchor or scope or "<module>",
+        search=search,
+        why=why,
+        scope=scope,
+        count=count,
+        line=sys._getframe(1).f_lineno,
+    )
+
+
+def add_field(*, scope: str, after: str, insert: str, why: str) -> Edit:
+    """Add fields to a class below the field `after` and its docstring."""
+    code = Code(insert)
+    new = set(map(_field, code.statements)) - {None}
+    if not new:
+        raise ValueError(f"insert={insert!r}: declares no field")
+
+    def search(source: Source, owner: Owner) -> Iterator[Splice]:
+        names = list(map(_field, owner.body))
+        if new & set(names):
+            raise Misfit("AlreadyApplied", f'is already applied in scope "{scope}"')
+        if after not in names:
+            raise Misfit("Unfit", f'finds no field "{after}" in "{scope}"')
+        index = names.index(after)
+        documented = _is_docstring(*owner.body[index + 1 : index + 2])
+        yield _below(source, owner.body[index + documented], code)
+
+    return Edit(
+        operation="add_field",
+        subject=after,
+        search=search,
+        why=why,
+        scope=scope,
+        line=sys._getframe(1).f_lineno,
+    )
+
+
+def add_import(statement: str, *, why: str) -> Edit:
+    """Add an import below the last one at the module level."""
+    code = Code(statement)
+    if not all(
+        isinstance(node, ast.Import | ast.ImportFrom) for node in code.statements
+    ):
+        raise ValueError(f"add_import({statement!r}): not an import")
+
+    def search(source: Source, owner: Owner) -> Iterator[Splice]:
+        top = [n for n in owner.body if isinstance(n, ast.Import | ast.ImportFrom)]
+        if top:
+            yield _below(source, top[-1], code)
         else:
-            start = place.index - size
-        there = place.siblings[max(start, 0) : max(start, 0) + size]
-        return (
-            len(there) == size and start >= 0 and all(map(equal, self._insert, there))
+            yield _on_top(source, owner.body, code)
+
+    return Edit(
+        operation="add_import",
+        subject=statement,
+        search=search,
+        why=why,
+        scope="",
+        line=sys._getframe(1).f_lineno,
+    )
+
+
+def add_decorator(*, scope: str, decorator: str, why: str) -> Edit:
+    """Put a decorator above all others of a class or function."""
+    line = f"@{decorator.removeprefix('@')}".encode()
+
+    def search(source: Source, owner: Owner) -> Iterator[Splice]:
+        assert isinstance(owner, Definition), "a module takes no decorator"
+        at = source.line_start(_top_line(owner))
+        yield Splice(at, at, source.indent(owner) + line + source.newline)
+
+    return Edit(
+        operation="add_decorator",
+        subject=decorator,
+        search=search,
+        why=why,
+        scope=scope,
+        line=sys._getframe(1).f_lineno,
+    )
+
+
+def _check_header(anchor: str | None) -> None:
+    if anchor is not None and not parse_anchor(anchor).by_header:
+        raise ValueError(
+            f"anchor={anchor!r}: first and last need a header that ends in a colon, "
+            "such as 'for x in y:'"
         )
 
-    def _change(self, place: Place, tree: Tree) -> Change:
-        at_top = place.siblings is tree.module.body
-        insert = set_apart(self._insert, 2 if at_top else 1)
-        if self.below:
-            return Change(node=self._anchor.last_node(place), after=insert)
-        return Change(node=place.node, before=insert)
+
+def _bodies(owner: Owner, anchor: str | None) -> Iterator[list[ast.stmt]]:
+    if anchor is None:
+        yield owner.body
+        return
+    pattern = parse_anchor(anchor)
+    for place in places(owner):
+        if (node := pattern.last_of(place)) is not None:
+            yield next(blocks(node))
 
 
-def after(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) -> Beside:
-    """Insert statements after every statement that matches the anchor."""
-    return Beside(
-        scope=scope,
-        anchor=anchor,
-        insert=insert,
-        why=why,
-        count=count,
-        below=True,
-        line=caller_line(),
+def _top_line(node: ast.stmt) -> int:
+    """The first line of a statement, that of its decorators if it has some."""
+    decorators = getattr(node, "decorator_list", ())
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _indent(source: Source, node: ast.stmt) -> bytes:
+    indent = source.indent(node)
+    if indent.strip():
+        raise Misfit("Unfit", f"needs a line that {source.module} shares with others")
+    return indent
+
+
+def _below(source: Source, node: ast.stmt, code: Code) -> Splice:
+    assert node.end_lineno is not None, "parsed code has places"
+    indent, at = _indent(source, node), source.line_start(node.end_lineno + 1)
+    return Splice(at, at, code.lines(indent, source.newline), -len(indent))
+
+
+def _above(source: Source, node: ast.stmt, code: Code) -> Splice:
+    """Blank lines stay above what is inserted, comments with their statement."""
+    top = _top_line(node)
+    indent = _indent(source, node)
+    while top > 1 and source.line(top - 1).startswith(indent + b"#"):
+        top -= 1
+    at = source.line_start(top)
+    return Splice(at, at, code.lines(indent, source.newline))
+
+
+def _on_top(source: Source, body: list[ast.stmt], code: Code) -> Splice:
+    """Insert below a docstring and imports from `__future__`."""
+    index = int(_is_docstring(body[0]))
+    while index < len(body) and _is_future_import(body[index]):
+        index += 1
+    if index:
+        return _below(source, body[index - 1], code)
+    top, indent = _top_line(body[0]), _indent(source, body[0])
+    while indent and source.line(top - 1).strip()[:1] in (b"", b"#"):
+        top -= 1
+    at = source.line_start(top)
+    return Splice(at, at, code.lines(indent, source.newline), -len(indent))
+
+
+def _is_docstring(node: ast.stmt | None = None) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     )
 
 
-def before(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) -> Beside:
-    """Insert statements before every statement that matches the anchor."""
-    return Beside(
-        scope=scope,
-        anchor=anchor,
-        insert=insert,
-        why=why,
-        count=count,
-        below=False,
-        line=caller_line(),
-    )
+def _is_future_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
+def _field(node: ast.stmt) -> str | None:
+    match node:
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return name
+        case ast.Assign(targets=[ast.Name(id=name), *_]):
+            return name
+    return None

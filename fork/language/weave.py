@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weave the edits of one file into one upstream module."""
 
-import re
 from dataclasses import dataclass
 
-import libcst as cst
-
-from fork.language.apply import apply_changes
-from fork.language.edit import Change, Edit
-from fork.language.problems import Finding, Problem, Unfit
-from fork.language.tree import Tree
+from fork.errors import Fault
+from fork.language.edit import Edit, Misfit, Splice
+from fork.language.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,74 +26,60 @@ class Woven:
     """A woven module; `source` is None if something does not fit."""
 
     source: str | None
-    problems: tuple[Problem, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
 def weave(source: str, file: EditFile, version: str) -> Woven:
     """Apply all edits of `file` to the upstream `source` of release `version`.
 
-    All problems are collected, so that one run reports everything.
+    All faults are collected, so that one run reports everything.
     """
     try:
-        tree = Tree(source)
-    except cst.ParserSyntaxError as error:
-        unfit = Unfit(f"upstream does not parse, line {error.raw_line}")
-        return Woven(None, (_whole(file, version, unfit),))
-    changes: list[Change] = []
-    problems: list[Problem] = []
-    for edit in file.edits:
-        if not edit.applies_to(version):
-            continue
-        result = edit.resolve(tree)
-        if isinstance(result, tuple):
-            changes += result
-        else:
-            problems.append(_about(file, edit, version, result))
-    if problems:
-        return Woven(None, tuple(problems))
-    return _compiled(apply_changes(tree, changes), file, version)
-
-
-def _compiled(source: str, file: EditFile, version: str) -> Woven:
-    try:
-        compile(source, file.module, "exec", dont_inherit=True)
+        upstream = Source(source, file.module)
     except SyntaxError as error:
-        unfit = Unfit(f"the result does not compile, line {error.lineno}: {error.msg}")
-        return Woven(None, (_whole(file, version, unfit),))
-    return Woven(source)
+        return _unfit(file, version, f"upstream does not parse, line {error.lineno}")
+    splices: list[Splice] = []
+    faults: list[Fault] = []
+    for edit in file.edits:
+        if edit.applies_to(version):
+            try:
+                splices += edit.resolve(upstream)
+            except Misfit as misfit:
+                faults.append(_fault(file, edit, version, misfit))
+    if faults:
+        return Woven(None, tuple(faults))
+    woven = _spliced(upstream.data, splices)
+    try:
+        compile(woven, file.module, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        text = f"the result does not compile, line {error.lineno}: {error.msg}"
+        return _unfit(file, version, text)
+    return Woven(woven)
 
 
-def _whole(file: EditFile, version: str, finding: Finding) -> Problem:
-    """A problem that concerns the whole file."""
-    return Problem(
-        edit_file=file.path,
-        line=1,
-        operation="the edits",
-        subject="EDITS",
-        module=file.module,
-        version=version,
-        finding=finding,
+def _spliced(data: bytes, splices: list[Splice]) -> str:
+    pieces, done = [], 0
+    for splice in sorted(splices, key=lambda splice: (splice.start, splice.rank)):
+        assert splice.start >= done, "two edits replace the same code"
+        pieces += [data[done : splice.start], splice.new]
+        done = splice.end
+    return b"".join([*pieces, data[done:]]).decode()
+
+
+def _unfit(file: EditFile, version: str, text: str) -> Woven:
+    """A fault that concerns the whole file."""
+    sentence = (
+        f"{file.path}:1: the edits `EDITS` cannot be applied to {file.module}: {text} "
+        f"(vLLM {version})."
     )
+    return Woven(None, (Fault(file.path, file.module, "Unfit", sentence),))
 
 
-def _about(file: EditFile, edit: Edit, version: str, finding: Finding) -> Problem:
-    """A problem with one edit."""
-    return Problem(
-        edit_file=file.path,
-        line=edit.line,
-        operation=_operation(edit),
-        subject=" ".join(edit.subject.split()),
-        module=file.module,
-        version=version,
-        finding=finding,
+def _fault(file: EditFile, edit: Edit, version: str, misfit: Misfit) -> Fault:
+    """One sentence naming edit file, operation, anchor, module and version."""
+    subject = " ".join(edit.subject.split())
+    sentence = (
+        f"{file.path}:{edit.line}: {edit.operation} `{subject}` {misfit} "
+        f"(vLLM {version})."
     )
-
-
-def _operation(edit: Edit) -> str:
-    below = getattr(edit, "below", None)
-    at_end = getattr(edit, "at_end", None)
-    if below is not None:
-        return "after" if below else "before"
-    if at_end is not None:
-        return "last" if at_end else "first"
-    return re.sub(r"(?<!^)([A-Z])", r"_\1", type(edit).__name__).lower()
+    return Fault(file.path, file.module, misfit.kind, sentence)

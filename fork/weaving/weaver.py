@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from fork.errors import BuildFailure
+from fork.errors import BuildFailure, Fault
 from fork.language import weave
 from fork.paths import Checkout
 from fork.upstream.release import Release
@@ -20,7 +20,6 @@ from fork.weaving.cache import (
     weave_digest,
 )
 from fork.weaving.edit_files import edit_paths, load_edit_file
-from fork.weaving.faults import Fault, from_problem
 
 LAYER_WEAVE = Path(__file__).parents[1] / "weave" / "decoder_layers.py"
 
@@ -182,9 +181,7 @@ def weave_file(task: Task) -> WovenFile:
             return WovenFile(task.module, None, (fault,))
         woven = weave(source, file, task.version)
         if woven.source is None:
-            return WovenFile(
-                task.module, None, tuple(map(from_problem, woven.problems))
-            )
+            return WovenFile(task.module, None, woven.faults)
         source = woven.source
     layers: tuple[str, ...] = ()
     if task.has_layers:

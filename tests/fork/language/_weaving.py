@@ -3,7 +3,8 @@
 
 from textwrap import dedent
 
-from fork.language import Edit, EditFile, Problem, Woven, weave
+from fork.errors import Fault
+from fork.language import Edit, EditFile, Woven, weave
 
 EDIT_FILE = "fork/edits/vllm/mini.py"
 MODULE = "vllm/mini.py"
@@ -17,12 +18,18 @@ def run(source: str, *edits: Edit) -> Woven:
 
 def assert_woven(before: str, after: str, *edits: Edit) -> None:
     woven = run(before, *edits)
-    assert woven.problems == (), woven.problems[0].sentence()
+    assert woven.faults == (), woven.faults[0].sentence
     assert woven.source == dedent(after)
 
 
-def only_problem(source: str, *edits: Edit) -> Problem:
+def only_fault(source: str, *edits: Edit) -> Fault:
     woven = run(source, *edits)
     assert woven.source is None
-    assert len(woven.problems) == 1, [p.sentence() for p in woven.problems]
-    return woven.problems[0]
+    assert len(woven.faults) == 1, [fault.sentence for fault in woven.faults]
+    return woven.faults[0]
+
+
+def assert_not_twice(source: str, edit: Edit) -> None:
+    once = run(source, edit).source
+    assert once is not None
+    assert only_fault(once, edit).kind == "AlreadyApplied"
