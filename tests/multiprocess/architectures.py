@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models that can be split: two heads of everything, four layers."""
+"""Tiny models that can be split: two or four heads, four layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,6 +60,10 @@ def _post_norm() -> transformers.PretrainedConfig:
     )
 
 
+FOUR_HEADS = {"num_attention_heads": 4, "head_dim": 32}
+"""For four ranks, which have copies of two key and value heads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A model that is split over ranks or stages."""
@@ -70,6 +74,12 @@ class Architecture:
     not_in_stages: str | None = None
     """The reason why upstream cannot split its layers over stages."""
 
+    @property
+    def heads(self) -> int:
+        """How many tensor-parallel ranks can divide it."""
+        found: int = self.config().num_attention_heads
+        return found
+
     def save(self, folder: Path) -> Path:
         """A checkpoint with random weights."""
         return save(self.config(), folder)
@@ -77,7 +87,8 @@ class Architecture:
 
 ARCHITECTURES = {
     "llama": Architecture(
-        "LlamaForCausalLM", lambda: transformers.LlamaConfig(**_common())
+        "LlamaForCausalLM",
+        lambda: transformers.LlamaConfig(**_common(**FOUR_HEADS)),
     ),
     "post_norm": Architecture(
         "Gemma2ForCausalLM",
@@ -92,7 +103,12 @@ ARCHITECTURES = {
     "experts": Architecture(
         "MixtralForCausalLM",
         lambda: transformers.MixtralConfig(
-            **_common(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+            **_common(
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                sliding_window=None,
+                **FOUR_HEADS,
+            )
         ),
     ),
     "hybrid": Architecture(

@@ -45,7 +45,13 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-SPLITS = {"one": (1, 1), "tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
+SPLITS = {
+    "one": (1, 1),
+    "tensor": (2, 1),
+    "four": (4, 1),
+    "pipeline": (1, 2),
+    "both": (2, 2),
+}
 """Tensor-parallel ranks and pipeline stages."""
 PARTS = [split for split in SPLITS if split != "one"]
 EXPERTS = {("experts", "both")}
@@ -114,12 +120,17 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def possible(request: pytest.FixtureRequest) -> None:
-    """Skip what upstream cannot start; the last test checks that it still cannot."""
+    """Skip what upstream cannot start; the last test checks that it still cannot.
+
+    And four ranks of models with two heads.
+    """
     chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    if SPLITS.get(chosen.get("split", "one"), (1, 1))[1] > 1:
-        reason = ARCHITECTURES[chosen["name"]].not_in_stages
-        if reason is not None:
-            pytest.skip(reason)
+    tensor, stages = SPLITS[chosen.get("split", "one")]
+    model = ARCHITECTURES[chosen.get("name", "llama")]
+    if stages > 1 and model.not_in_stages is not None:
+        pytest.skip(model.not_in_stages)
+    if tensor > model.heads:
+        pytest.skip(f"it has {model.heads} heads for {tensor} ranks")
 
 
 def fed(request: Found) -> list[int]:
