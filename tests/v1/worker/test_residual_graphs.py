@@ -464,7 +464,7 @@ def test_an_engine_without_features_records_plain_graphs_whatever_was_before() -
     no_features: Any = SimpleNamespace(
         capture_config=CaptureConfig(),
         steering_config=SteeringConfig(),
-        parallel_config=SimpleNamespace(nnodes=1, distributed_executor_backend="mp"),
+        parallel_config=SimpleNamespace(nnodes=1, use_ray=False),
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 1),
     )
     open_residual_stream(no_features, torch.nn.Module(), torch.device("cpu"))

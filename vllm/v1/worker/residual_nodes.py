@@ -46,7 +46,7 @@ def check_nodes(vllm_config: "VllmConfig") -> None:
 
     """
     parallel = vllm_config.parallel_config
-    if parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray":
+    if parallel.nnodes == 1 and not parallel.use_ray:
         return
     others = _gathered((_node(), facts_of(vllm_config)))
     first_node, first = others[0]

@@ -31,7 +31,7 @@ def parallel(**fields: Any) -> Any:
         "data_parallel_size": 1,
         "data_parallel_size_local": 1,
         "nnodes": 1,
-        "distributed_executor_backend": "mp",
+        "use_ray": False,
     }
     return SimpleNamespace(**(usual | fields))
 
@@ -45,7 +45,7 @@ def test_only_engines_over_several_hosts_open_ports(
     for spread in (
         {"nnodes": 2},
         {"data_parallel_size": 2},
-        {"distributed_executor_backend": "ray"},
+        {"use_ray": True},
     ):
         assert host_for(parallel(**spread)) == "10.0.0.1", spread
 

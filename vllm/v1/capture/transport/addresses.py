@@ -24,7 +24,7 @@ def host_for(config: "ParallelConfig") -> str | None:
     """The IP address of this host, if workers may run on others; otherwise None."""
     local_engines = config.data_parallel_size_local
     spread = config.data_parallel_size > local_engines > 0
-    if config.nnodes > 1 or spread or config.distributed_executor_backend == "ray":
+    if config.nnodes > 1 or spread or config.use_ray:
         return str(get_ip())
     return None
 
