@@ -34,6 +34,8 @@ ANSWER, FOIL = 70, 80
 TWICE = {"prompt": "a dog and a dog", "clean_prompt": "a dog and a dog"}
 NARROW = pack_vectors(np.ones(3))
 ROUTE = "/v1/patch_sweep"
+CACHE = 4 << 20
+"""Bytes of all runs."""
 ASKED: dict[str, Any] = {
     "model": "tiny",
     "prompt": CORRUPT,
@@ -51,6 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--enable-patching", "--max-patch-slots", "16", "--enable-readouts"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "256", "--max-num-seqs", "16"),
+        *("--patch-source-cache-bytes", str(CACHE)),
         *("--hook-points", "q", "z", "attn_out", "mlp_act"),
     )
     yield opened
@@ -181,6 +184,34 @@ def test_cells_whose_run_was_dropped_are_null_with_the_reason(
     known = ~np.isnan(grid)
     assert known.any() and {tuple(at) for at in np.argwhere(~known)} == set(failed)
     assert np.allclose(grid[known], whole[known], atol=1e-5)
+
+
+def test_a_sweeps_run_is_neither_evicted_nor_replaced(
+    server: Server, client: Client
+) -> None:
+    prompt = [(7 * n) % 1000 + 3 for n in range(200)]
+    fields = {n: one for n, one in ASKED.items() if n not in ("model", "prompt")}
+    fields["clean_prompt"] = [5, *prompt[1:]]
+    fields["hooks"] = ["post_block", "pre_attn", "post_attn"]
+    whole = client.patch_sweep(prompt, **fields)["values"]["post_block"]
+    every = {"hooks": {"post_block": "all", "mlp_act": "all"}}
+    other = [(9 * n) % 1000 + 3 for n in range(250)]
+    reply, filled = None, 0
+    for event in client.patch_events(prompt, **fields, source_run="used"):
+        if event["type"] != "cell" or reply is not None:
+            continue
+        for filled in range(8):  # More than all runs may take.
+            spec = {"patch_source": {"run": f"run{filled}", **every}}
+            difference(server, other, capture=spec, capture_wait=True)
+        spec = {"patch_source": {"run": "used", **every}}
+        body = {"model": "tiny", "prompt": other, "max_tokens": 1, "capture": spec}
+        reply = server.post("/v1/completions", body)
+    assert reply is not None and reply.status == 400
+    assert "using the run 'used'" in reply.body["error"]["message"]
+    assert "run0" not in kept(server) and f"run{filled}" in kept(server)
+    assert np.allclose(np.array(event["grid"]), whole, atol=1e-5)
+    for name in kept(server):
+        client.drop_run(name)
 
 
 def test_a_client_that_goes_before_its_answer_ends_the_cells(server: Server) -> None:

@@ -112,13 +112,8 @@ class Toy:
     def sweep(self, **asked: Any) -> Study:
         """Run a sweep to its end, its requests in another order than they are made."""
         study = Study(plan_of(Sweep(**asked), self.engine))
-        rounds = study.rounds()
-        asks = next(rounds)
-        try:
-            while True:
-                asks = rounds.send([self.answer(ask) for ask in asks])
-        except StopIteration:
-            pass
+        for asks in study.rounds():
+            study.replies = [self.answer(ask) for ask in asks]
         for number in reversed(range(len(study.asks))):
             list(study.take(number, self.answer(study.asks[number])))
         return study

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a sweep needs of an engine, offline or serving."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.patching.grid import Facts
 from vllm.patching.questions import READOUT, Ask, Reply, Steering
-from vllm.v1.capture.consumers.memory.api import keepers, store_with
+from vllm.v1.capture.consumers.memory.api import keepers, leased, store_with
 from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.admission import REQUEST_FIELDS
@@ -15,6 +16,7 @@ from vllm.v1.steering.frontend.frontend import SteeringFrontend
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.config import VllmConfig
+    from vllm.patching.study import Plan
     from vllm.v1.capture.frontend.disabled import NoCapture
 
 
@@ -29,12 +31,14 @@ class Engine(NamedTuple):
     """Refuses entries of `steering_vectors` that do not fit the model."""
 
 
-def engine_of(config: "VllmConfig", tokenizer: Any, front_end: Any) -> Engine:
+def engine_of(
+    config: "VllmConfig", get_tokenizer: Callable[[], Any], front_end: Any
+) -> Engine:
     """Check that an engine can patch.
 
     Args:
         config: of the engine.
-        tokenizer: of the model; None if the engine has none.
+        get_tokenizer: the engine's method, which is not called if it has none.
         front_end: the front ends of capture and steering, its `FrontEnd`.
 
     Raises:
@@ -65,6 +69,8 @@ def engine_of(config: "VllmConfig", tokenizer: Any, front_end: Any) -> Engine:
     )
     admission = steering.admission
 
+    tokenizer = None if model.skip_tokenizer_init else get_tokenizer()
+
     def check(entries: Steering) -> None:
         admission.parse({"steering_vectors": entries}, REQUEST_FIELDS)
 
@@ -82,6 +88,24 @@ def heads_of(shapes: Shapes) -> dict[str, int]:
         for hook, found in counts.items()
         if len(found) == 1 and max(found)
     }
+
+
+@contextmanager
+def holding(capture: "NoCapture", plan: "Plan", keep: bool) -> Iterator[None]:
+    """Keep the run of a sweep for as long as it takes.
+
+    Args:
+        capture: the front end of capture.
+        plan: of the sweep.
+        keep: whether a run that is captured for the sweep stays afterwards.
+
+    """
+    with ExitStack() as ending:
+        if plan.run is not None:
+            ending.enter_context(leased(capture, plan.run))
+            if plan.capture is not None and not keep:
+                ending.callback(drop_run, capture, plan.run)
+        yield
 
 
 def drop_run(capture: "NoCapture", name: str) -> bool:

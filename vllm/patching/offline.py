@@ -2,22 +2,14 @@
 """Runs a sweep with an `LLM`: all its cells are requests of one batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.patching.engine import (
-    Engine,
-    drop_run,
-    engine_of,
-    params_of,
-    reply_of,
-)
+from vllm.patching.engine import Engine, engine_of, holding, params_of, reply_of
 from vllm.patching.planning import Sweep, plan_of
 from vllm.patching.questions import Ask
 from vllm.patching.result import Found, PatchResult
 from vllm.patching.study import Done, Study
-from vllm.v1.capture.consumers.memory.api import leased
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
@@ -50,34 +42,23 @@ def run(
     engine = _engine(llm)
     plan = plan_of(sweep, engine)
     study = Study(plan)
-    with ExitStack() as ending:
-        if plan.run is not None:
-            ending.enter_context(leased(engine.capture, plan.run))
-        if plan.capture is not None and not keep:
-            ending.callback(drop_run, engine.capture, str(plan.run))
-        rounds = study.rounds()
-        asks = next(rounds, None)
-        while asks is not None:
+    with holding(engine.capture, plan, keep):
+        for asks in study.rounds():
             found = dict(_answers(llm, asks))
-            replies = [found[n] for n in range(len(asks))]
-            for reply in replies:
+            for reply in found.values():
                 if isinstance(reply, Exception):
                     raise reply
+            study.replies = [found[n] for n in range(len(asks))]
+        with progress_bar(len(study.asks), progress) as bar:
             try:
-                asks = rounds.send(replies)
-            except StopIteration:
-                asks = None
-        bar = progress_bar(len(study.asks), progress)
-        ending.callback(bar.close)
-        try:
-            for done in study.filled:
-                _tell(on_cell, study, done)
-            for number, reply in _answers(llm, study.asks):
-                bar.update(1)
-                for done in study.take(number, reply):
+                for done in study.filled:
                     _tell(on_cell, study, done)
-        except KeyboardInterrupt:
-            pass  # The cells that are missing stay NaN.
+                for number, reply in _answers(llm, study.asks):
+                    bar.update(1)
+                    for done in study.take(number, reply):
+                        _tell(on_cell, study, done)
+            except KeyboardInterrupt:
+                pass  # The cells that are missing stay NaN.
     return study.result
 
 
@@ -95,10 +76,8 @@ def _engine(llm: "LLM") -> Engine:
             "llm",
             "unfinished requests",
         )
-    tokenizer = None
-    if not inner.model_config.skip_tokenizer_init:
-        tokenizer = llm.get_tokenizer()
-    return engine_of(inner.vllm_config, tokenizer, inner.input_processor.residual)
+    front_end = inner.input_processor.residual
+    return engine_of(inner.vllm_config, llm.get_tokenizer, front_end)
 
 
 def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Any]]:

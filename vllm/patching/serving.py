@@ -3,17 +3,16 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from vllm.exceptions import VLLMValidationError
-from vllm.patching.engine import drop_run, engine_of, params_of, reply_of
+from vllm.patching.engine import engine_of, holding, params_of, reply_of
 from vllm.patching.planning import Sweep, plan_of
 from vllm.patching.questions import Ask, Reply
 from vllm.patching.study import Done, Study
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.capture.consumers.memory.api import leased
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,26 +31,14 @@ async def opened(engine: "AsyncLLM", sweep: Sweep, keep: bool) -> AsyncIterator[
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    config = engine.vllm_config
-    tokenizer = None
-    if not config.model_config.skip_tokenizer_init:
-        tokenizer = engine.get_tokenizer()
-    found = engine_of(config, tokenizer, engine.input_processor.residual)
+    front_end = engine.input_processor.residual
+    found = engine_of(engine.vllm_config, engine.get_tokenizer, front_end)
     plan = await asyncio.to_thread(plan_of, sweep, found)
     study = Study(plan)
-    async with AsyncExitStack() as ending:
-        if plan.run is not None:
-            ending.enter_context(leased(found.capture, plan.run))
-        if plan.capture is not None and not keep:
-            ending.callback(drop_run, found.capture, str(plan.run))
-        rounds = study.rounds()
-        asks = next(rounds, None)
-        while asks is not None:
-            replies = await asyncio.gather(*(_answer(engine, ask) for ask in asks))
-            try:
-                asks = rounds.send(replies)
-            except StopIteration:
-                asks = None
+    with holding(found.capture, plan, keep):
+        for asks in study.rounds():
+            replies = (_answer(engine, ask) for ask in asks)
+            study.replies = await asyncio.gather(*replies)
         yield study
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sweep as data: requests to send, and the numbers made of their replies.
 
-Every driver works in the same way: it answers the rounds of `rounds`, then sends `asks`
-and passes each reply to `take`. Nothing here knows an engine.
+Every driver works in the same way: for each round of `rounds` it sets `replies`, then
+it sends `asks` and passes each reply to `take`. Nothing here knows an engine.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,6 +81,8 @@ class Study:
 
     plan: Plan
     question: Question = field(init=False)
+    replies: list[Reply] = field(default_factory=list)
+    """The replies to the requests of the last round, in their order."""
     asks: list[Ask] = field(default_factory=list)
     """The requests of the grid, once the rounds before it are answered."""
     filled: list[Done] = field(default_factory=list)
@@ -106,8 +108,8 @@ class Study:
             metric="recovered" if plan.recovers else plan.question.metric,
         )
 
-    def rounds(self) -> Generator[list[Ask], list[Reply], None]:
-        """The requests before the grid; the replies to each round are sent back.
+    def rounds(self) -> Iterator[list[Ask]]:
+        """The requests before the grid; `replies` is set before the next round.
 
         Raises:
             SteeringValidationError: both runs give the same number, of which none is
@@ -122,19 +124,20 @@ class Study:
             asks.append(Ask(clean, top=min(plan.most_logprobs, MOST_TOKENS)))
         if plan.capture is not None:
             asks.append(Ask(other, capture=plan.capture))
-        replies = (yield asks) if asks else []
+        if asks:
+            yield asks
         if self.question.metric == "kl":
-            self.question = self.question.towards(replies[0])
+            self.question = self.question.towards(self.replies[0])
         noise = None if plan.noise is None else plan.noise()
         asks = self.question.asks(plan.target, noise)
         count, self._source_value = len(asks), plan.known_source
         measures = plan.source is not None and math.isnan(plan.known_source)
         if measures:
             asks += self.question.asks(other, None)
-        replies = yield asks
-        self._target_value = self.question.value(replies[:count])
+        yield asks
+        self._target_value = self.question.value(self.replies[:count])
         if measures:
-            self._source_value = self.question.value(replies[count:])
+            self._source_value = self.question.value(self.replies[count:])
         self._set_baselines()
         self._ask(noise)
 

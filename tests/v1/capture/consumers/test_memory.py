@@ -179,6 +179,9 @@ def test_runs_that_were_not_used_for_longest_make_room() -> None:
                 put(store, "d")
         put(store, "d")
         assert "a" in store and "c" not in store
+        with pytest.raises(RuntimeError, match="using the run 'a'"):
+            put(store, "a", request_id="other")
+        assert [one.request_id for one in store.get("a")] == ["r"]
         store.drop("a")  # Whoever asks for it may drop it.
     put(store, "d", layer=1)
     assert len(store.get("d")[0].rows) == 2
@@ -199,7 +202,14 @@ def test_a_run_is_one_request_and_has_rows_of_the_prompt() -> None:
         consumer.validate_client_spec(raw | {"name": "clean"}, context())
     with pytest.raises(CaptureValidationError, match="patch_source.run must be"):
         consumer.validate_client_spec(raw | {"run": "a/b"}, context())
+    with consumer.store.lease("clean"):
+        consumer.validate_client_spec(raw, context())  # Nothing is there yet.
     for request_id in "ab":
         deliver(BatchingSink(consumer), {request_id: ROWS}, client_spec={"run": "x"})
     (kept,) = consumer.store.get("x")
     assert kept.request_id == "b" and consumer.store.describe()["held_bytes"] == SIZE
+    with (
+        consumer.store.lease("x"),
+        pytest.raises(CaptureValidationError, match="using the run 'x'"),
+    ):
+        consumer.validate_client_spec(raw | {"run": "x"}, context())

@@ -14,8 +14,9 @@ class PatchSourceConsumer(MemoryConsumer):
     """Keeps the rows of prompts under the names of runs.
 
     As `memory`, with the spec `{"run": name, "hooks": ..., "positions": "all_prompt"}`.
-    A run is one request: a later one of the same name replaces it. Runs that were not
-    used for longest, by a patch or by a reader, make room for new ones.
+    A run is one request: a later one of the same name replaces it, unless a sweep is
+    using it. Runs that were not used for longest, by a patch or by a reader, make room
+    for new ones.
     """
 
     kind: ClassVar[str] = "patch_source"
@@ -29,6 +30,13 @@ class PatchSourceConsumer(MemoryConsumer):
         if isinstance(raw, dict):
             raw = {"positions": "all_prompt", **raw}
         spec = super().validate_client_spec(raw, ctx)
+        if self.store.is_in_use(name := raw.get(self.name_key)):
+            raise fail(
+                f"{where}.run: a sweep is using the run {name!r}, and all its cells "
+                "must have rows of one prompt; choose another name, or wait",
+                f"{where}.run",
+                name,
+            )
         spans = parse_positions(spec.positions, f"{where}.positions", fail)
         of_prompt = spans in ("all_prompt", "last_prompt")
         if not isinstance(spans, str):

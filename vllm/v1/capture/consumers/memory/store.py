@@ -139,7 +139,7 @@ class RowStore:
 
     @contextmanager
     def lease(self, name: str) -> Iterator[None]:
-        """Keep a name from being evicted; it may still be dropped."""
+        """Keep a name from being evicted and replaced; it may still be dropped."""
         with self._lock:
             self._leases[name] += 1
         try:
@@ -147,6 +147,10 @@ class RowStore:
         finally:
             with self._lock:
                 self._leases[name] -= 1
+
+    def is_in_use(self, name: str) -> bool:
+        """Whether there are rows of a name that has a lease."""
+        return name in self._names and self._leases[name] > 0
 
     def drop(self, name: str) -> dict[str, Any]:
         """Drop a name; rows that a reader still has remain valid.
@@ -174,6 +178,8 @@ class RowStore:
         if not self._evicts:
             return
         if name in self._names and request_id not in self._names[name].requests:
+            if self.is_in_use(name):
+                raise RuntimeError(f"a sweep is using the run {name!r}")
             self._forget(name)
         for other in self._evictable(name):
             if size > self.free_bytes:
