@@ -81,12 +81,17 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     """Whether `scale` is a multiple of the stream's norm at the token."""
     positions: Spans | None
     """Token positions; negative ones count from the prompt's end. None: every token."""
-    digest: str
-    """SHA-256 of everything but the positions."""
+    content: str
+    """SHA-256 of everything but the place and the positions."""
     details: Details = NO_DETAILS
     num_rows: int = 0
     """Number of rows in `data`, in the order of the positions, if each position has a
     vector of its own. 0: one vector for all positions."""
+
+    @property
+    def digest(self) -> str:
+        """Equal, in every process, for operations that differ in positions only."""
+        return f"{self.content}@{self.layer}.{self.hook}"
 
     @property
     def num_bytes(self) -> int:
@@ -132,11 +137,12 @@ def operation(
     details: Details = NO_DETAILS,
     num_rows: int = 0,
 ) -> Operation:
-    """Create an operation and compute its digest."""
-    data = vector.astype("<f4").tobytes()
-    what = repr((tap, op, scale, bounds, norm_match, details, num_rows))
-    digest = hashlib.sha256(what.encode())
-    digest.update(data)
+    """Create an operation and compute the digest of its content."""
+    data = vector.astype("<f4", copy=False).tobytes()
+    # Encoded, because the text of an array's bytes takes longer than all the rest.
+    what = (op, scale, bounds, norm_match, details, num_rows)
+    content = hashlib.sha256(msgspec.msgpack.encode(what))
+    content.update(data)
     return Operation(
         *tap,
         op,
@@ -145,7 +151,7 @@ def operation(
         *bounds,
         norm_match,
         positions,
-        digest.hexdigest(),
+        content.hexdigest(),
         details,
         num_rows,
     )
@@ -158,8 +164,8 @@ def on_prompt(one: Operation) -> Operation:
     if when.in_prompt:
         return one
     details = structs.replace(one.details, when=structs.replace(when, in_prompt=True))
-    digest = hashlib.sha256(f"in the prompt {one.digest}".encode()).hexdigest()
-    return structs.replace(one, details=details, digest=digest)
+    content = hashlib.sha256(f"in the prompt {one.content}".encode()).hexdigest()
+    return structs.replace(one, details=details, content=content)
 
 
 def packed_arrays(

@@ -204,3 +204,43 @@ def test_what_the_mlp_adds_is_steered_only_where_it_is_a_hook_point() -> None:
     for wrong in ({"hook_mlp_out": {1: ONE}}, {"blocks.1.hook_mlp_out": ONE}):
         with pytest.raises(SteeringValidationError, match="--hook-points mlp_add"):
             parse_vectors(wrong, model, "x")
+
+
+GATE = {"probe": ONE, "layer": 1, "hook": HERE, "above": 0.5}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"vector": ONE, "scale": 0.5},
+        {"vector": ONE, "op": "project_out"},
+        {"vector": ONE, "positions": "all_generated", "norm_match": True},
+        {"vectors": [ONE, ONE], "positions": [3, 5]},
+        {"vector": ONE, "op": "swap", "target": ONE[::-1]},
+        {"vector": ONE, "when": GATE},
+    ],
+)
+def test_an_object_for_several_layers_is_read_once(entry: dict[str, Any]) -> None:
+    entry = {k: np.array(v) if "vector" in k else v for k, v in entry.items()}
+    layers = (1, 2)
+    shared = parse({HERE: dict.fromkeys(layers, entry)})
+    apart = parse({HERE: {layer: dict(entry) for layer in layers}})
+    assert {tap: v.tolist() for tap, v in shared.vectors.items()} == {
+        tap: v.tolist() for tap, v in apart.vectors.items()
+    }
+    for one, other in ((shared, apart), (shared.generated, apart.generated)):
+        if other is None:
+            assert one is None
+            continue
+        assert [x.tap for x in one.entries] == [x.tap for x in other.entries]
+        assert one.operations == other.operations
+        assert len({x.digest for x in one.operations}) == len(one.operations)
+        assert len({id(x.data) for x in one.operations}) <= 1
+
+
+def test_a_shared_object_is_checked_at_each_layer() -> None:
+    entry = {"vector": ONE, "when": GATE}
+    with pytest.raises(SteeringValidationError, match="not known") as refused:
+        parse({HERE: {2: entry, 0: entry}})
+    assert refused.value.parameter == f"steering_vectors.{HERE}.0.when"
+    assert len(parse({HERE: {"1-2": entry}}).operations) == 2

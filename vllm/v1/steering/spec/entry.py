@@ -2,7 +2,7 @@
 """One steering entry: an operation, its vectors and its parameters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +55,7 @@ from vllm.v1.steering.spec.table import (
     read,
     required,
 )
-from vllm.v1.steering.spec.when import parse_when
+from vllm.v1.steering.spec.when import check_known, parse_when
 
 if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel
@@ -157,6 +157,23 @@ class Entry:
             return self.main
         with np.errstate(over="ignore"):
             return check_finite(self.main * np.float32(self.scale), model.dtype, at)
+
+    def moved(self, tap: Tap, model: "SteeredModel", at: str) -> "Entry":
+        """The same entry at another layer's point of the same shape.
+
+        Args:
+            tap: where it acts now.
+            model: the model.
+            at: the entry's name in messages.
+
+        Raises:
+            SteeringValidationError: it cannot act there.
+
+        """
+        model.placement.check_entry(tap, self.op, self.norm_match, at)
+        if self.details.when is not None:
+            check_known(self.details.when.tap, tap, f"{at}.when")
+        return replace(self, tap=tap)
 
     def operations(self) -> list[Operation]:
         """The operations of an entry that is not plain; none if nothing is added."""

@@ -194,7 +194,7 @@ def without_zeros(one: Operation) -> Operation:
     return structs.replace(
         one,
         data=rows[acts].tobytes(),
-        digest=hashlib.sha256(one.digest.encode() + acts.tobytes()).hexdigest(),
+        content=hashlib.sha256(one.content.encode() + acts.tobytes()).hexdigest(),
         positions=spans_of(places[acts].tolist()),
         num_rows=int(acts.sum()),
     )
@@ -252,7 +252,7 @@ def _kind(one: Operation) -> object:
     if one.op not in ROW_OPS or not _is_single(one):
         return id(one)
     assert one.positions is not None
-    alike = structs.replace(one, data=b"", digest="", positions=None)
+    alike = structs.replace(one, data=b"", content="", positions=None)
     return alike, one.positions[0][0] < 0
 
 
@@ -279,11 +279,11 @@ def _joined(run: dict[int, Operation]) -> Operation:
     if len(run) == 1:
         return next(iter(run.values()))
     rows = [run[position] for position in sorted(run)]
-    digests = " ".join(one.digest for one in rows)
+    contents = " ".join(one.content for one in rows)
     return structs.replace(
         rows[0],
         data=b"".join(one.data for one in rows),
-        digest=hashlib.sha256(f"rows {digests}".encode()).hexdigest(),
+        content=hashlib.sha256(f"rows {contents}".encode()).hexdigest(),
         positions=spans_of(run),
         num_rows=len(rows),
     )

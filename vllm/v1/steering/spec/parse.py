@@ -3,10 +3,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from vllm.v1.residual.addresses import (
     did_you_mean,
@@ -17,11 +18,11 @@ from vllm.v1.residual.addresses import (
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
-from vllm.v1.residual.tap import HOOK_NAMES, Tap
+from vllm.v1.residual.tap import HOOK_NAMES, INNER_POINTS, Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Vector
-from vllm.v1.steering.spec.arrays import check_finite
+from vllm.v1.steering.spec.arrays import Array, check_finite
 from vllm.v1.steering.spec.entry import Entry, parse_entry
 from vllm.v1.steering.spec.matrix import ALL_GENERATED, joined_rows
 from vllm.v1.steering.spec.named import NONE_NAMED, Named
@@ -129,6 +130,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             entries = _unpack(layers, at)
         else:
             entries = _by_layer(layers, hook, model, at)
+        written: Written = {}
         for layer, these in entries:
             tap = _checked_tap(layer, hook, model, at)
             if tap in seen:
@@ -136,10 +138,8 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             seen.add(tap)
             _check_count(len(these), f"{at}.{layer}")
             for entry in these:
-                to = parsed
-                if _is_generated(entry):
-                    to, entry = generated, {**entry, "positions": None}
-                _take(to, tap, entry, model, f"{at}.{layer}")
+                to = generated if _is_generated(entry) else parsed
+                _take(to, tap, entry, model, f"{at}.{layer}", written)
     parsed, generated = (
         replace(one, operations=joined_rows(one.operations))
         for one in (parsed, generated)
@@ -224,20 +224,38 @@ def by_phase(
     return {tier: found[tier] for tier in order}
 
 
+Written: TypeAlias = dict[int, tuple[Mapping[str, Any], Entry, Array, list[Operation]]]
+"""By identity of an object at one hook point: the object, the entry that it became, its
+scaled vector and its operations. Often one is written for all layers."""
+
+
 def _take(
-    parsed: Parsed, tap: Tap, raw: Mapping[str, Any], model: SteeredModel, at: str
+    parsed: Parsed,
+    tap: Tap,
+    raw: Mapping[str, Any],
+    model: SteeredModel,
+    at: str,
+    written: Written,
 ) -> None:
     """Add one entry to a parsed tier."""
-    entry = parse_entry(raw, tap, model, at)
+    if id(raw) in written:
+        _, entry, scaled, operations = written[id(raw)]
+        entry = entry.moved(tap, model, at)
+        operations = [structs.replace(one, layer=tap[0]) for one in operations]
+    else:
+        everywhere = {**raw, "positions": None} if _is_generated(raw) else raw
+        entry = parse_entry(everywhere, tap, model, at)
+        scaled = entry.scaled(model, at)
+        operations = [] if entry.is_plain else entry.operations()
+        if entry.op != "feature" and tap[1] not in INNER_POINTS and "from" not in raw:
+            written[id(raw)] = raw, entry, scaled, operations
     parsed.entries.append(entry)
-    scaled = entry.scaled(model, at)
-    if not entry.is_plain:
-        parsed.operations.extend(entry.operations())
-        return
-    before = parsed.vectors.get(tap)
-    if before is not None:
-        scaled = check_finite(before + scaled, model.dtype, at)
-    parsed.vectors[tap] = scaled
+    parsed.operations.extend(operations)
+    if entry.is_plain:
+        before = parsed.vectors.get(tap)
+        if before is not None:
+            scaled = check_finite(before + scaled, model.dtype, at)
+        parsed.vectors[tap] = scaled
 
 
 def _check_count(count: int, at: str) -> None:

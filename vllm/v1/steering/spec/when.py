@@ -88,15 +88,7 @@ def parse_when(
     values = read(raw, KEYS, model, at)
     probe = _probe(values, model, at)
     tap = probe.tap
-    if not is_known_at(tap, entry):
-        raise fail(
-            f"{at}: the probe reads {tap[1]} of layer {tap[0]}, which is not known "
-            f"when the entry acts, at {entry[1]} of layer {entry[0]}; read at the same "
-            "hook point, at one that every model computes before it, such as pre_attn "
-            "of the same layer, or in an earlier layer",
-            at,
-            {"layer": tap[0], "hook": tap[1]},
-        )
+    check_known(tap, entry, at)
     model.placement.check(tap, at)
     above, threshold = _threshold(values, probe, at)
     scope = _scope(values, model, at)
@@ -119,6 +111,29 @@ def parse_when(
         probe.name,
         values["reduce"] == "mean",
     )
+
+
+def check_known(probe: Tap, entry: Tap, at: str) -> None:
+    """Refuse a condition that is decided after the entry acts.
+
+    Args:
+        probe: where its probe reads.
+        entry: where the entry acts.
+        at: the parameter's name in messages.
+
+    Raises:
+        SteeringValidationError: naming the parameter, the value and the remedy.
+
+    """
+    if not is_known_at(probe, entry):
+        raise fail(
+            f"{at}: the probe reads {probe[1]} of layer {probe[0]}, which is not known "
+            f"when the entry acts, at {entry[1]} of layer {entry[0]}; read at the same "
+            "hook point, at one that every model computes before it, such as pre_attn "
+            "of the same layer, or in an earlier layer",
+            at,
+            {"layer": probe[0], "hook": probe[1]},
+        )
 
 
 def _probe(values: Values, model: "SteeredModel", at: str) -> _Probe:
