@@ -68,15 +68,16 @@ class Grid:
         return (len(self.layers), *heads, len(self.columns))
 
     def cells(self) -> Iterator[Cell]:
-        """All cells, those of a column after those of the columns before it.
+        """All cells, those of a layer after those of the layers before it.
 
-        Requests of one column share more of the prompt than others.
+        Cells next to each other have different positions, so that all steps have about
+        as many tokens. Those of late positions compute few and wait for the host.
         """
-        for number, column in enumerate(self.columns):
-            for hook in self.hooks:
-                for row, layer in enumerate(self.layers):
-                    for at, head in enumerate(self.heads or [None]):
-                        middle = () if head is None else (at,)
+        for hook in self.hooks:
+            for row, layer in enumerate(self.layers):
+                for at, head in enumerate(self.heads or [None]):
+                    middle = () if head is None else (at,)
+                    for number, column in enumerate(self.columns):
                         place = (row, *middle, number)
                         yield Cell(hook, layer, head, column, place)
 
