@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from vllm.v1.steering.core.generated_blocks import note_step, sharable
 from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys
 from vllm.v1.steering.operations import operation
 from vllm.v1.steering.plan import NO_STEERING, PackedVectors, SteeringTiers, pack
@@ -98,3 +100,66 @@ def test_blocks_with_other_rows_of_a_matrix_have_other_keys() -> None:
     from_end = by_row(list(range(-64, 0)))
     keys = [extra_keys(request(from_end, size), 0, 16) for size in (32, 48)]
     assert keys[0] != keys[1], "all places of the block have rows, but others"
+
+
+class Generating:
+    """A request with 10 prompt tokens, whose hashes are the keys of its blocks of 4."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id, self.resumable = request_id, False
+        self.sampling_params = SimpleNamespace(_steering=None, _hooks=None)
+        self.num_prompt_tokens = self.num_tokens = 10
+        self.block_hashes: list[Any] = []
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        for start in range(4 * len(self.block_hashes), self.num_tokens - 3, 4):
+            self.block_hashes.append(extra_keys(cast("Any", self), start, start + 4))
+
+    def steps(self, *digests: str, first: int = 1) -> None:
+        """Generate a token in each step, in which something acts; `first` begins."""
+        for number, digest in enumerate(digests):
+            note_step(cast("Any", self), digest, 1 if number else first, 1, 4)
+            self.num_tokens += 1
+            self.update_block_hashes()
+
+
+@pytest.fixture
+def dynamic() -> Iterator[None]:
+    EngineSteering.begin(dynamic=True, told=True)
+    yield
+    EngineSteering.begin()
+
+
+def test_blocks_name_what_acted_at_their_tokens(dynamic: None) -> None:
+    idle, one, same, other, late = (Generating(name) for name in "abcde")
+    idle.steps("", "", "", "", "", "", "")
+    one.steps("", "x", "x", "x", "x", "", "")
+    same.steps("", "x", "x", "x", "x", "", "")
+    other.steps("", "x", "x", "y", "x", "", "")
+    late.steps("", "", "x", "x", "x", "", "")
+    assert idle.block_hashes[:4] == [[], [], [], []]
+    assert one.block_hashes[:4] == same.block_hashes[:4]
+    keys = [str(each.block_hashes[2:4]) for each in (idle, one, other, late)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_block_is_not_shared_before_all_of_its_steps_are_known(dynamic: None) -> None:
+    one = Generating("a")
+    one.steps("", "", "")  # The last token, at position 12, is not fed yet.
+    assert one.block_hashes[2] == []
+    assert [sharable(cast("Any", one), 12, tokens) for tokens in (8, 13)] == [8, 12]
+    one.num_tokens += 4  # As if a step's output did not arrive.
+    one.update_block_hashes()
+    assert one.block_hashes[3] == [("steering-dynamic", "a")]
+    assert sharable(cast("Any", one), 16, 17) == 12
+
+
+def test_what_a_preempted_request_computes_again_is_named_anew(dynamic: None) -> None:
+    one = Generating("a")
+    one.steps(*["x"] * 8)
+    before = list(one.block_hashes[:4])
+    assert sharable(cast("Any", one), 8, 18) == 10, "its prompt, and what is found"
+    one.steps("", first=10)
+    assert one.block_hashes[2] == [] != before[2]
+    assert sharable(cast("Any", one), 18, 19) == 18

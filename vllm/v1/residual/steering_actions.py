@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from vllm.logger import init_logger
 
@@ -83,6 +83,19 @@ Action: TypeAlias = (
     | SteeringScaleUpdate
     | SteeringMonitorUpdate
 )
+
+
+class Acting(NamedTuple):
+    """What consumers made act at generated tokens in a step, as digests."""
+
+    everywhere: str
+    """Empty if nothing acted for all requests."""
+    of_request: Mapping[str, str]
+    """By request: what acted instead of what it asked for."""
+
+    def at(self, req_id: str) -> str:
+        """A digest of what acted at a request's tokens; empty if nothing did."""
+        return "+".join(filter(None, (self.everywhere, self.of_request.get(req_id))))
 
 
 class SteeringActionQueue:

@@ -19,6 +19,7 @@ from vllm.v1.readouts.worker.pending import Additions, attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.capture_plan import CaptureEnd
 from vllm.v1.residual.point_shapes import Shapes
+from vllm.v1.residual.steering_actions import Acting
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows
@@ -182,6 +183,8 @@ class OpenResidualStream(ResidualStream):
         self.hooks = hooks
         self._graphs = graphs
         self._faults = StepFaults()
+        self._acting: Acting | None = None
+        """What consumers made act in the current step."""
         self._req_ids: Sequence[str] = ()
         """The requests of the planned step."""
         self._is_idle = False
@@ -211,6 +214,7 @@ class OpenResidualStream(ResidualStream):
                 for new in begun
                 if new.sampling_params is not None
             )
+            self._acting = self.steps.acting
         if self._capture is None:
             return
         for new in begun:
@@ -325,7 +329,8 @@ class OpenResidualStream(ResidualStream):
         doses, fired = self.steering.doses.take(), self.steering.take_fired()
         actions = None if self.steps is None else self.steps.take()
         failed = self._faults.take()
-        return attach(output, Additions(readouts, doses, fired, actions, failed))
+        more = actions, failed, self._acting
+        return attach(output, Additions(readouts, doses, fired, *more))
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors to send on, with readouts, rows, gates and doses."""

@@ -23,7 +23,7 @@ from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.readouts.worker.worker import RowsOfJob
 from vllm.v1.residual.plain_tensors import packed, unpacked
 from vllm.v1.residual.plugin_errors import is_interrupt
-from vllm.v1.residual.steering_actions import Action, SteeringActionQueue
+from vllm.v1.residual.steering_actions import Acting, Action, SteeringActionQueue
 from vllm.v1.steering.worker.worker import WorkerSteering
 
 if TYPE_CHECKING:
@@ -102,6 +102,14 @@ class StepConsumers:
             return
         if not steering.dynamic.queue.is_empty:
             steering.act(self._taken())
+
+    @property
+    def acting(self) -> Acting | None:
+        """What acts at generated tokens of the step that begins; None if nothing."""
+        steering = self._steering
+        if steering is None or steering.dynamic is None:
+            return None
+        return steering.dynamic.acting
 
     def on_rows(self, jobs: Sequence[RowsOfJob], further: int) -> None:
         """Call the consumers of a step's jobs, and carry out what they want.

@@ -6,7 +6,7 @@ from fork.language import add_field, add_import
 EDITS = [
     add_import(
         "from vllm.v1.residual.core.messages import "
-        "Action, Fired, StepReadouts, StepReceipt",
+        "Acting, Action, Fired, StepReadouts, StepReceipt",
         why="The types of the fields.",
     ),
     add_field(
@@ -21,6 +21,8 @@ receipts: dict[str, StepReceipt] | None = None
 fired: Fired | None = None
 # What consumers within the step want, if the scheduler passes it on to all ranks
 actions: list[Action] | None = None
+# What consumers made act in the step; None if nothing
+acting: Acting | None = None
 # Requests that must end because steering failed, with the reasons
 failed: dict[str, str] | None = None
 """,

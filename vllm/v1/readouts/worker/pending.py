@@ -15,7 +15,7 @@ from vllm.v1.readouts.worker.jobs import Entry
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import ReadoutPart, RequestReadouts
 from vllm.v1.residual.receipts import Fired, StepReceipt
-from vllm.v1.residual.steering_actions import Action
+from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.residual.tap import Tap
 
 logger = init_logger(__name__)
@@ -187,10 +187,10 @@ class Additions:
     actions: list[Action] | None = None
     failed: Mapping[str, str] | None = None
     """The requests that must end, with the reasons."""
+    acting: Acting | None = None
 
     def __bool__(self) -> bool:
-        found = self.readouts, self.receipts, self.fired, self.actions, self.failed
-        return any(one is not None for one in found)
+        return self != Additions()
 
     def put(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Wait for the copies to the host, and add the results to an output.
@@ -217,7 +217,7 @@ class Additions:
                 output.fired = self.fired.collect()
             except Exception:  # It is a metric.
                 logger.exception("Fired conditions could not be counted")
-        output.actions = self.actions
+        output.actions, output.acting = self.actions, self.acting
         output.failed = failed or None
         return output
 

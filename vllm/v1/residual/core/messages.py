@@ -14,13 +14,14 @@ from vllm.v1.readouts.token_steps import StepReadouts
 from vllm.v1.residual.capture_plan import CapturePlan
 from vllm.v1.residual.readout_plan import ReadoutPart
 from vllm.v1.residual.receipts import Fired, ReceiptPart, StepReceipt
-from vllm.v1.residual.steering_actions import Action
+from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.steering.plan import SteeringTiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = [
+    "Acting",
     "Action",
     "CapturePlan",
     "Fired",

@@ -17,6 +17,7 @@ from vllm.v1.residual.core.block_keys import Weights, refresh
 from vllm.v1.residual.core.messages import RequestResults
 from vllm.v1.residual.nonfinite_streams import BlockIds, NonFiniteStreams
 from vllm.v1.residual.receipts import Fired
+from vllm.v1.steering.core.generated_blocks import note_step, share_rest
 from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.core.receipts import note_receipt, take_receipt
 from vllm.v1.steering.core.scheduler import steering_scheduling, take_vectors_off
@@ -145,6 +146,8 @@ class Scheduling(NoScheduling):
         self.nonfinite_streams = NonFiniteStreams(
             self.changed_streams, scheduler.kv_cache_manager
         )
+        self._blocks = scheduler.kv_cache_manager
+        self._block_size = scheduler.hash_block_size
         self._fired: dict[str, str] = {}
         """By request, the stop reason of the readout that ends it in this step."""
 
@@ -212,6 +215,9 @@ class Scheduling(NoScheduling):
         # Last: a token that was sampled from NaN must not reach the client.
         if self.nonfinite_streams.add(request, output):
             return []
+        if EngineSteering.told:
+            acting = output.acting.at(request_id) if output.acting else ""
+            note_step(request, acting, num_tokens, len(token_ids), self._block_size)
         return token_ids
 
     def stops(self, request: "Request", stopped: bool) -> bool:
@@ -239,6 +245,8 @@ class Scheduling(NoScheduling):
         return self.nonfinite_streams.take()
 
     def free(self, request: "Request") -> None:
+        if request.status != RequestStatus.FINISHED_ERROR:
+            share_rest(self._blocks, request)
         self.readouts.forget(request)
         self.steering.release(request)
         self.changed_streams.end(request)

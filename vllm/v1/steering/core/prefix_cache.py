@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from vllm.v1.steering.core.generated_blocks import keys_of
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, digest_of, tiers_of
 
@@ -33,14 +34,18 @@ class EngineSteering:
     decode_digest: str = ""
     dynamic: bool = False
     """Whether consumers may change what steers generated tokens."""
+    told: bool = False
+    """Whether it is told after each step what they have made act.
+
+    Not with a KV connector, which may read a block's hash before."""
     changes: int = 0
     """How often anything has changed that block hashes name."""
 
     @classmethod
-    def begin(cls, dynamic: bool = False) -> None:
+    def begin(cls, dynamic: bool = False, told: bool = False) -> None:
         """Begin a new engine, which nothing steers yet."""
         cls.set(NO_STEERING)
-        cls.dynamic = dynamic
+        cls.dynamic, cls.told = dynamic, told
 
     @classmethod
     def set(cls, tiers: SteeringTiers) -> None:
@@ -61,7 +66,7 @@ def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...
     boundary = request.num_prompt_tokens
     own_keys = _salt(request)
     if EngineSteering.dynamic and stop > boundary:
-        own_keys.append(("steering-dynamic", request.request_id))
+        own_keys += keys_of(request, start, stop)
     if tiers is None and not EngineSteering.tiers:
         return own_keys
     own = NO_STEERING if tiers is None else tiers

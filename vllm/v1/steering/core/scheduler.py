@@ -189,7 +189,8 @@ def take_vectors_off(requests: Iterable["NewRequestData"]) -> None:
 def steering_scheduling(vllm_config: "VllmConfig") -> SteeringScheduling:
     """Create the scheduler's steering state."""
     check_external_caches(vllm_config)
-    EngineSteering.begin(vllm_config.capture_config.takes_actions)
+    dynamic = vllm_config.capture_config.takes_actions
+    EngineSteering.begin(dynamic, dynamic and vllm_config.kv_transfer_config is None)
     config = vllm_config.steering_config
     # Steps that are in flight at the same time share the slots. Otherwise one takes
     # all, and the next cannot be prepared before it has ended.

@@ -19,6 +19,7 @@ import numpy as np
 
 from vllm.v1.residual.plugin_errors import is_interrupt, message_of
 from vllm.v1.residual.steering_actions import (
+    Acting,
     Action,
     RequestSteeringOverride,
     SteeringActionQueue,
@@ -60,6 +61,8 @@ class Override:
     vectors: Mapping[Tap, Vector]
     scale: float = 1.0
     monitor: Monitor | None = None
+    digest: str = ""
+    """Of all of it, once it is in force."""
 
 
 class DynamicSteering:
@@ -96,9 +99,23 @@ class DynamicSteering:
         self._overrides: dict[str, Override] = {}
         self.tier = Tier()
         """What acts for all requests."""
+        self._named = self.tier, ""
+        """A state of it, and its digest."""
         self.errors: list[str] = []
         """Why the last actions were rejected."""
         self._checksum = self._count = 0
+
+    @property
+    def acting(self) -> Acting | None:
+        """What is in force now; None if nothing is."""
+        if self._named[0] is not self.tier:
+            packed = self.tier.packed()
+            digest = "" if packed is None else SteeringTiers(decode=packed).digest
+            self._named = self.tier, digest
+        if not self._named[1] and not self._overrides:
+            return None
+        of_request = {req_id: one.digest for req_id, one in self._overrides.items()}
+        return Acting(self._named[1], of_request)
 
     def forget(self, finished: Iterable[str]) -> None:
         """Free the slots of requests that have ended."""
@@ -257,7 +274,7 @@ class DynamicSteering:
         if req_id not in self.of_request:
             self._free.remove(override.slot)
             self.of_request[req_id] = override.slot
-        self._overrides[req_id] = override
+        self._overrides[req_id] = replace(override, digest=tiers.digest)
 
     def _checked(self, raw: VectorsByHook) -> dict[Tap, Vector]:
         found = {}

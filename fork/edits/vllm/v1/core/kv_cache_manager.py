@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured prompt positions are recomputed instead of read from the prefix cache."""
+"""Which blocks are read from the prefix cache, and which are shared by it."""
 
 from fork.language import add_import, after, before
 
@@ -8,6 +8,10 @@ EDITS = [
         "from vllm.v1.capture.core.scheduler import cacheable_tokens, note_forgone",
         why="Limits the reuse of cached blocks.",
     ),
+    add_import(
+        "from vllm.v1.steering.core.generated_blocks import sharable",
+        why="Limits which blocks are shared.",
+    ),
     after(
         scope="KVCacheManager.get_computed_blocks",
         anchor="max_cache_hit_length = request.num_tokens - 1",
@@ -15,6 +19,14 @@ EDITS = [
             "max_cache_hit_length = cacheable_tokens(request, max_cache_hit_length)"
         ),
         why="A cached block has no rows to capture.",
+    ),
+    after(
+        scope="KVCacheManager.allocate_slots",
+        anchor="num_tokens_to_cache = min(...)",
+        insert="""
+num_tokens_to_cache = sharable(request, total_computed_tokens, num_tokens_to_cache)
+""",
+        why="It is not known yet what steers the tokens of this step.",
     ),
     before(
         scope="KVCacheManager.get_computed_blocks",
