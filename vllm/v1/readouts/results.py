@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -168,8 +169,8 @@ def _reduced(how: str, parts: Sequence[ReadoutPart]) -> Array:
         return np.asarray(rows if last.reduced else rows[-1], dtype=np.float32)
     values = [_one(how, part) for part in parts]
     if how == "max":
-        return np.max(values, axis=0)
-    total = np.sum(values, axis=0)
+        return reduce(np.maximum, values)
+    total = reduce(np.add, values)  # `np.sum` would copy all of them first.
     return total / sum(part.count for part in parts) if how == "mean" else total
 
 

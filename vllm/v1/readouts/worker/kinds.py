@@ -64,16 +64,22 @@ def _reduced(
     if how == "last":
         index = torch.from_numpy(rows[-1] + first_row).to(staging.device)
         return staging[index].float()
-    starts = (rows[0] + first_row).tolist()
-    # Rows of a prompt are contiguous per tap: slices avoid a gather.
-    if (np.diff(rows, axis=0) == 1).all():
-        parts = [staging[start : start + count] for start in starts]
-    else:
+    starts = rows[0] + first_row
+    gaps = np.unique(np.diff(starts))
+    # Rows of a prompt are contiguous per tap: slices avoid a gather, one view of all
+    # taps also a kernel for each.
+    if not (np.diff(rows, axis=0) == 1).all():
         columns = [torch.from_numpy(rows[:, t] + first_row) for t in range(len(starts))]
-        parts = [staging[column.to(staging.device)] for column in columns]
+        parts = [staging[column.to(staging.device)][None] for column in columns]
+    elif len(gaps) == 1 and gaps[0] > 0 and staging.is_contiguous():
+        width = staging.shape[1]
+        shape, strides = (len(starts), count, width), (int(gaps[0]) * width, width, 1)
+        parts = [staging[int(starts[0]) :].as_strided(shape, strides)]
+    else:
+        parts = [staging[start : start + count][None] for start in starts.tolist()]
     if how == "max":
-        return torch.stack([part.amax(dim=0).float() for part in parts])
-    return torch.stack([part.sum(dim=0, dtype=torch.float32) for part in parts])
+        return torch.cat([part.amax(dim=1).float() for part in parts])
+    return torch.cat([part.sum(dim=1, dtype=torch.float32) for part in parts])
 
 
 def norms(job: Job, rows: torch.Tensor) -> Arrays:
