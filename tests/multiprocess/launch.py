@@ -14,8 +14,16 @@ FAULT = "CLEARBOX_TEST_FAULT"
 """The variable that names a file. While the file exists, the rank or engine in it fails
 to change its steering, in workers with the extension `faulty`."""
 
+VERSION = "CLEARBOX_TEST_VERSION"
+"""The variable with the version that this node claims to have."""
+
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     import tests.support.interpreted  # noqa: F401
+
+if os.environ.get(VERSION):
+    import vllm
+
+    vllm.__version__ = os.environ[VERSION]
 
 
 def main() -> None:

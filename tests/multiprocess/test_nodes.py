@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,6 +19,7 @@ import torch
 
 from examples.demo import serving
 from tests.multiprocess.hosts import Hosts, hosts, started
+from tests.multiprocess.launch import VERSION
 from tests.support.hf_reference import Reference, relative_error
 from tests.support.models import llama
 from vllm.capture_dataset import load_dataset
@@ -56,9 +57,20 @@ class Nodes(NamedTuple):
 
 @contextmanager
 def started_on(
-    places: Hosts, folder: Path, model: Path, split: str, root: str
+    places: Hosts,
+    folder: Path,
+    model: Path,
+    split: str,
+    root: str,
+    *,
+    second: Path | None = None,
+    options: Sequence[str] = (),
+    version: str = "",
 ) -> Iterator[Nodes]:
-    """Start both nodes; they may still load the model."""
+    """Start both nodes; they may still load the model.
+
+    The second has the checkpoint `second`, further `options`, and another `version`.
+    """
     environment = {
         **serving.ENVIRONMENT,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -66,20 +78,26 @@ def started_on(
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "1" if split == "pipeline" else "0",
     }
-    program = [sys.executable, "-m", "tests.multiprocess.launch", str(model)]
-    program += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
+    program = ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
     program += ["--max-model-len", "256", "--max-num-seqs", "4", "--enable-steering"]
     program += ["--gpu-memory-utilization", "0.2", f"--{split}-parallel-size", "2"]
     for consumer in ("inline", f"filesystem:root={root}"):
         program += ["--capture-consumers", consumer]
     program += ["--distributed-executor-backend", "mp", "--nnodes", "2"]
     program += ["--master-addr", places.addresses[0], "--node-rank"]
-    ends = [["0", "--host", "0.0.0.0", "--port", "8000"], ["1", "--headless"]]
+    ends = [
+        ["0", "--host", "0.0.0.0", "--port", "8000"],
+        ["1", "--headless", *options],
+    ]
+    launch = [sys.executable, "-m", "tests.multiprocess.launch"]
+    models = model, second or model
     logs = [folder / f"log{index}" for index in range(2)]
     processes = [
         started(
-            places.command(index, [*program, *ends[index]]),
-            environment | places.environment(index),
+            places.command(
+                index, [*launch, str(models[index]), *program, *ends[index]]
+            ),
+            environment | places.environment(index) | {VERSION: version * index},
             logs[index],
         )
         for index in range(2)
@@ -254,3 +272,24 @@ def test_a_root_that_is_another_folder_on_each_node_is_refused_at_the_start(
     assert "root='/dev/shm/rows' of node" in log
     assert f"another folder on node {places.names[1]}" in log
     assert "or use the consumer 'inline'" in log
+
+
+@pytest.mark.parametrize("fact", ["version", "--capture-consumers", "weights"])
+def test_a_node_that_differs_is_refused_at_the_start(
+    places: Hosts, model: Path, tmp_path: Path, fact: str
+) -> None:
+    chosen: dict[str, Any] = {
+        "version": {"version": "0.0.1"},
+        "--capture-consumers": {"options": ["--capture-consumers", "memory"]},
+        "weights": {
+            "second": llama(tmp_path / "other", LAYERS, tie_word_embeddings=True)
+        },
+    }[fact]
+    root = str(tmp_path / "files")
+    with started_on(places, tmp_path, model, "tensor", root, **chosen) as nodes:
+        assert nodes.processes[0].wait(START_SECONDS) != 0
+        log = nodes.logs[0].read_text()
+    first, other = places.names
+    assert f"node {other} differs from node {first}: {fact} is " in log
+    remedies = {"version": "same wheel", "weights": "copy one checkpoint"}
+    assert remedies.get(fact, "with the same options") in log
