@@ -67,8 +67,8 @@ def client(server: Server) -> Iterator[Client]:
 
 
 def kept(server: Server) -> set[str]:
-    names: dict[str, Any] = server.get("/v1/capture/memory").body["names"]
-    return set(names)
+    found: dict[str, Any] = server.get("/v1/capture").body["kept"]["patch_source"]
+    return set(found["names"])
 
 
 def difference(server: Server, prompt: list[int], **fields: Any) -> float:

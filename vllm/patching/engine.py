@@ -32,20 +32,20 @@ class Engine(NamedTuple):
 
 
 def engine_of(
-    config: "VllmConfig", get_tokenizer: Callable[[], Any], front_end: Any
+    config: "VllmConfig", get_tokenizer: Callable[[], Any], processor: Any
 ) -> Engine:
     """Check that an engine can patch.
 
     Args:
         config: of the engine.
         get_tokenizer: the engine's method, which is not called if it has none.
-        front_end: the front ends of capture and steering, its `FrontEnd`.
+        processor: the engine's `InputProcessor`, which has the front ends.
 
     Raises:
         SteeringValidationError: it does not steer.
 
     """
-    steering = front_end.steering
+    steering = processor.residual.steering
     if not isinstance(steering, SteeringFrontend):
         raise fail(
             "patch_sweep: this engine does not patch; start it with --enable-patching, "
@@ -54,7 +54,7 @@ def engine_of(
             False,
         )
     model = config.model_config
-    capture = front_end.capture
+    capture = processor.residual.capture
     keeping = [(name, one.name_key) for name, one in keepers(capture).items()]
     keeping.sort(key=lambda keeper: keeper[1] != "run")
     vocabulary = model.get_vocab_size()

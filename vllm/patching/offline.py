@@ -76,8 +76,7 @@ def _engine(llm: "LLM") -> Engine:
             "llm",
             "unfinished requests",
         )
-    front_end = inner.input_processor.residual
-    return engine_of(inner.vllm_config, llm.get_tokenizer, front_end)
+    return engine_of(inner.vllm_config, llm.get_tokenizer, inner.input_processor)
 
 
 def _answers(llm: "LLM", asks: Sequence[Ask]) -> Iterator[tuple[int, Any]]:

@@ -31,8 +31,8 @@ async def opened(engine: "AsyncLLM", sweep: Sweep, keep: bool) -> AsyncIterator[
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    front_end = engine.input_processor.residual
-    found = engine_of(engine.vllm_config, engine.get_tokenizer, front_end)
+    processor = engine.input_processor
+    found = engine_of(engine.vllm_config, engine.get_tokenizer, processor)
     plan = await asyncio.to_thread(plan_of, sweep, found)
     study = Study(plan)
     with holding(found.capture, plan, keep):

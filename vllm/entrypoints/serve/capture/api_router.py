@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from vllm.entrypoints.serve.capture.answers import answer
 from vllm.entrypoints.serve.utils.json_object import engine_with
 from vllm.v1.capture.consumers.memory.api import drop as drop_kept
-from vllm.v1.capture.consumers.memory.api import read
+from vllm.v1.capture.consumers.memory.api import keepers, read
 from vllm.v1.capture.consumers.memory.store import selected
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.disabled import NoCapture
@@ -35,14 +35,15 @@ def attach_router(app: FastAPI) -> None:
 
 @router.get("")
 async def get_capture(request: Request) -> JSONResponse:
-    """Consumers, limits and counters of captured rows.
+    """Consumers, limits and counters of captured rows, and the names that are kept.
 
     Workers report their counters about once a second.
     """
     capture = _capture(request)
     engine = request.app.state.engine_client
     await capture.listen(getattr(engine, "engine_core", None))
-    return JSONResponse(capture.describe())
+    kept = {name: one.store.describe() for name, one in keepers(capture).items()}
+    return JSONResponse({**capture.describe(), "kept": kept})
 
 
 def _refuse_unknown_query(request: Request) -> None:
