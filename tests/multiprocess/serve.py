@@ -44,6 +44,7 @@ class Order:
     """Folder for files and results."""
     pipeline: int = 1
     data: int = 1
+    tensor: int = 1
     experts: bool = False
     """Whether the model has experts, which data-parallel engines divide."""
 
@@ -82,9 +83,12 @@ async def serve(order: Order) -> dict[str, Any]:
                 **feature_options(Path(order.root)),
                 allow_remote_code_hooks=True,
                 max_logprobs=-1,
+                enable_patching=True,
+                max_patch_slots=4,
                 enable_expert_parallel=order.experts,
                 gpu_memory_utilization=0.2,
                 pipeline_parallel_size=order.pipeline,
+                tensor_parallel_size=order.tensor,
                 data_parallel_size=order.data,
                 # Steps are computed ahead, also by stages.
                 async_scheduling=order.pipeline > 1,
@@ -108,6 +112,7 @@ async def serve(order: Order) -> dict[str, Any]:
                 for i, fields in enumerate(featured_requests())
             )
         )
+        patched = await _patched(engine, prompts, order.data)
         counters = engine.capture.describe()["counters"]
     finally:
         engine.shutdown()
@@ -117,6 +122,7 @@ async def serve(order: Order) -> dict[str, Any]:
     return {
         "answers": answers,
         "featured": featured,
+        "patched": patched,
         "counters": counters,
         "kept": len(keeper.rows),
     }
@@ -157,6 +163,23 @@ async def _featured(
         "receipt": output.steering,
         "hooks": getattr(output, "hook_results", None),
     }
+
+
+async def _patched(
+    engine: Any, prompts: list[list[int]], engines: int
+) -> list[dict[str, Any]]:
+    """Requests at each engine whose rows are replaced by those that the first kept."""
+    spec = {"run": "clean", "hooks": {"post_block": [1, 3]}}
+    kept = {"capture": {"patch_source": spec}, "capture_wait": True}
+    await _featured(engine, "kept", prompts[0], kept, 0)
+    entry = {"op": "replace", "from": {"run": "clean"}, "positions": [2, 7]}
+    fields = {"steering_vectors": {"post_block": {1: [entry], 3: [entry]}}}
+    other = [*reversed(prompts[0])]
+    found = [
+        await _featured(engine, f"patched{n}", other, fields, n % engines)
+        for n in range(2)
+    ]
+    return [await _featured(engine, "unpatched", other, {}, 0), *found]
 
 
 async def _answers(engine: Any, name: str, ids: list[int], rank: int) -> dict[str, Any]:

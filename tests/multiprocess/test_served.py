@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AsyncLLM` over two pipeline stages, or two data-parallel engines.
+"""`AsyncLLM` over two pipeline stages, or data-parallel engines of one or two ranks.
 
 Each request has its own rows of all layers, also in outputs before the last.
 """
@@ -36,6 +36,7 @@ Found = dict[str, Any]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipeline": ("llama", {"pipeline": 2}),
     "data": ("llama", {"data": 2}),
+    "both": ("llama", {"data": 2, "tensor": 2}),
     "experts": ("experts", {"data": 2, "experts": True}),
 }
 """The model, and how it is split."""
@@ -173,3 +174,13 @@ def test_every_feature_does_what_it_does_in_one_process(
             assert relative_error(logprobs, plain) > 1e-3, number
     for kind in ("arrays", "receipt", "hooks"):
         assert sum(bool(one[kind]) for one in whole) == 2, kind
+
+
+def test_rows_that_one_engine_kept_replace_those_of_requests_at_each(
+    bench: Bench, case: str, found: Found
+) -> None:
+    _, *whole = bench.whole(CASES[case][0])["patched"]
+    plain, *patched = (torch.tensor(one["logprobs"]) for one in found["patched"])
+    assert relative_error(patched[0], plain) > 1e-3
+    for one, other in zip(whole, patched, strict=True):
+        assert relative_error(other, torch.tensor(one["logprobs"])) < 1e-4
