@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,24 @@ def test_a_wrong_option_ends_the_command(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (CAPTURE[:-2], "out: give the data set's folder with --out DIR"),
+        ([*CAPTURE, "--server", "http://host"], "not both"),
+        (["capture", "gone.jsonl", *CAPTURE[2:]], "'gone.jsonl' is no file or folder"),
+    ],
+)
+def test_options_that_do_not_fit_end_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").touch()
+    monkeypatch.setattr(sys, "argv", ["vllm", *words])
+    with pytest.raises(SystemExit, match=said):
+        check_own_options(sys.argv)
+
+
+@pytest.mark.parametrize(
     "words",
     [
         *([], ["serve", "--help"], CAPTURE, PROBE, ["capture", "--help=all"]),
@@ -57,8 +76,10 @@ def test_a_wrong_option_ends_the_command(
     ],
 )
 def test_the_rest_is_left_to_upstreams_parser(
-    monkeypatch: pytest.MonkeyPatch, words: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").touch()
     argv = ["vllm", *words]
     monkeypatch.setattr(sys, "argv", argv)
     check_own_options(argv)
@@ -68,9 +89,10 @@ def test_the_rest_is_left_to_upstreams_parser(
 def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys, vllm.entrypoints.cli.main as command\n"
-        "sys.argv = ['vllm', 'probe', 'train', '--data', 'x']\n"
-        "try: command.main()\n"
-        "except SystemExit as ended: assert ended.code == 2\n"
+        "for words in ('probe train --data x', 'capture gone.txt --model m --out o'):\n"
+        "    sys.argv = ['vllm', *words.split()]\n"
+        "    try: command.main()\n"
+        "    except SystemExit as ended: assert ended.code\n"
         "heavy = {'transformers', 'vllm.config', 'vllm.engine.arg_utils'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
     )

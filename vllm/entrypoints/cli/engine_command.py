@@ -28,8 +28,8 @@ class Action(NamedTuple):
     usage: str
     """What stands before the options, and which are required."""
     module: str
-    """In this package: its `add_arguments` declares the options, and `run` runs it and
-    returns the exit status, or None."""
+    """In this package: its `add_arguments` declares the options, `check`, if there is
+    one, refuses bad ones early, `run` runs it and returns the exit status, or None."""
     engine_defaults: Mapping[str, Any] | None = None
     """Defaults of an engine's options; None without such options."""
 
@@ -100,16 +100,20 @@ class EngineCommand(CLISubcommand):
         return parser
 
     @staticmethod
-    def cmd(args: argparse.Namespace) -> None:
+    def cmd(args: argparse.Namespace, function: str = "run") -> None:
         """Run the command and exit; user errors are printed without a traceback."""
         from vllm.exceptions import VLLMValidationError
 
         try:
-            status = _module(args.command_module).run(args)
+            status = getattr(_module(args.command_module), function, _nothing)(args)
         except VLLMValidationError as error:
             status = f"vllm {args.command_words}: {error}"
         if status is not None:
             sys.exit(status)
+
+
+def _nothing(args: argparse.Namespace) -> None:
+    """What a command without a `check` checks."""
 
 
 def _module(name: str) -> Any:
@@ -229,7 +233,8 @@ def check_own_options(argv: list[str]) -> None:
             return
         parser = argparse.ArgumentParser(prog="vllm", add_help=False)
         command.subparser_init(parser.add_subparsers(), only_own=True)
-        parser.parse_known_args(argv[1:])
+        args, _ = parser.parse_known_args(argv[1:])
+        command.cmd(args, "check")
 
 
 def _quieten() -> None:

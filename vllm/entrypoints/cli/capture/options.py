@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.capture_dataset.progress import parse_bytes
 from vllm.capture_dataset.readouts import parse_readouts
+from vllm.capture_dataset.sources import records
 from vllm.capture_dataset.spec import (
     EARLIER_FORMATS,
     FORMATS,
@@ -30,6 +31,17 @@ def run(args: argparse.Namespace) -> int:
     from vllm.entrypoints.cli.capture import run as command
 
     return command.run(args)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check what needs no model, before heavy imports.
+
+    Raises:
+        CaptureValidationError: an option is invalid, or the source cannot be read.
+
+    """
+    source, _, _ = specs_of(args)
+    records(source.path, source.split)
 
 
 def add_arguments(parser: Any) -> None:
