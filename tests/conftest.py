@@ -61,14 +61,12 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     It may be set by an earlier engine, and is reset after each test.
     """
     from vllm.model_executor.layers.residual.capture_op import Launch
-    from vllm.model_executor.layers.residual.program_op import StepPrograms
     from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
 
     monkeypatch.setattr(Launch, "taps", frozenset())
     monkeypatch.setattr(Launch, "families", (frozenset(),))
     monkeypatch.setattr(Launch, "known", None)
     monkeypatch.setattr(Launch, "whole", False)
-    monkeypatch.setattr(StepPrograms, "at", {})
     yield
     EarlyAdditions.begun.clear()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the native library in `csrc/`, once per state of its sources.
 
-The library is optional: without a compiler the fork uses Python code instead, and the
-build says so.
+The library is optional: without a compiler Python code copies rows, and steering cannot
+be enabled on a CPU; the build says so.
 """
 
 import fcntl
@@ -39,7 +39,9 @@ def native_files(checkout: Checkout, jobs: int) -> Contents:
         return {}
     missing = _missing_tools()
     if missing:
-        print(f"  native library: left out, as there is no {missing}; Python code runs")
+        print(
+            f"  native library: left out, as there is no {missing}; a CPU cannot steer"
+        )
         return {}
     digest = _digest(checkout)
     kept = cache_root() / "native" / digest
@@ -107,7 +109,7 @@ def _compile(checkout: Checkout, jobs: int) -> Path | None:
     configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCLEARBOX_WERROR=OFF"]
     configured = _run(configure)
     if configured.returncode:
-        print(f"  native library: left out; Python code runs. {_end(configured)}")
+        print(f"  native library: left out; a CPU cannot steer. {_end(configured)}")
         return None
     compiled = _run([cmake, "--build", str(folder), "--parallel", str(jobs)])
     if compiled.returncode:

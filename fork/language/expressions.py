@@ -53,7 +53,7 @@ def add_argument(
         for node in expressions(owner):
             if isinstance(node, ast.Call) and matches(callee, node.func):
                 named = [word for word in node.keywords if word.arg]
-                items = [*node.args, *named]
+                items: list[ast.expr | ast.keyword] = [*node.args, *named]
                 yield _item(source, source.end(node.func), items, argument)
 
     return Edit(
@@ -75,7 +75,8 @@ def add_parameter(*, scope: str, parameter: str, why: str) -> Edit:
         assert isinstance(owner, ast.FunctionDef), f"{scope} is no function"
         of = owner.args
         named = [*of.posonlyargs, *of.args, of.vararg, *of.kwonlyargs]
-        items = [i for i in (*named, *of.defaults, *of.kw_defaults) if i is not None]
+        values = [*of.defaults, *of.kw_defaults]
+        items: list[ast.expr | ast.arg] = [*filter(None, named), *filter(None, values)]
         yield _item(source, source.start(owner), items, parameter)
 
     return Edit(

@@ -18,6 +18,9 @@ from fork.weave.layer_class import Module
 from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, SINCE, Rule
 from tests.fork.weave._checks import check, subjects
 
+reported = pytest.mark.soak
+"""Finds the layers of every architecture, which each build does too."""
+
 TAPPED, REFUSED_COUNT = 110, 11
 """Number of tapped and refused decoder-layer classes of upstream 0.32.0, of 121."""
 
@@ -92,6 +95,7 @@ def test_a_change_at_a_point_of_a_real_layer_goes_on_exactly_once(
     assert checked == TAPPED - len(inherited) - 1  # Dbrx adds inside another module
 
 
+@reported
 def test_every_architecture_has_layers_or_a_reason(
     rows: list[ArchitectureReport],
 ) -> None:
@@ -103,6 +107,7 @@ def test_every_architecture_has_layers_or_a_reason(
         assert row.layers or row.refused or row.note, row.architecture
 
 
+@reported
 def test_nearly_all_text_generation_models_have_hook_points(
     rows: list[ArchitectureReport],
 ) -> None:
@@ -110,6 +115,7 @@ def test_nearly_all_text_generation_models_have_hook_points(
     assert sum(not row.refused for row in text) >= 0.95 * len(text)
 
 
+@reported
 def test_the_page_of_supported_models_is_up_to_date(
     rows: list[ArchitectureReport],
 ) -> None:
@@ -119,6 +125,7 @@ def test_the_page_of_supported_models_is_up_to_date(
     assert written == page(rows, results), "run `make models`"
 
 
+@reported
 def test_each_decoder_is_compared_or_has_a_reason(
     rows: list[ArchitectureReport],
 ) -> None:
@@ -130,6 +137,7 @@ def test_each_decoder_is_compared_or_has_a_reason(
     assert not tapped - known
 
 
+@reported
 @pytest.mark.parametrize(
     ("architecture", "names"),
     [

@@ -9,6 +9,7 @@ from tests.v1.steering.frontend._arguments import steering_arguments
 from vllm.config.steering import SteeringConfig
 from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
 from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.frontend import engine_args
 from vllm.v1.steering.frontend.engine_args import (
     API_KEY_VARIABLE,
     add_steering_arguments,
@@ -78,6 +79,17 @@ def test_a_key_without_its_list_is_one_key() -> None:
 def test_bad_options_are_refused(arguments: list[str], said: str) -> None:
     with pytest.raises(SteeringValidationError, match=said):
         config(*arguments)
+
+
+def test_a_cpu_without_the_native_library_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_args, "library", lambda: None)
+    assert not config().enabled
+    with pytest.raises(SteeringValidationError, match="install a C..20 compiler"):
+        config("--enable-steering")
+    monkeypatch.setattr(engine_args.current_platform, "is_cpu", lambda: False)
+    assert config("--enable-steering").enabled
 
 
 def test_engines_that_join_later_are_refused() -> None:

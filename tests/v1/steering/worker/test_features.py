@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.model_executor.layers.residual.program import GATE_COLUMNS, run
+from tests.support.programs import run
+from vllm.model_executor.layers.residual.program import GATE_COLUMNS
 from vllm.v1.residual.sae import SparseAutoencoder
 from vllm.v1.residual.sae.encode import encode
 from vllm.v1.steering.errors import SteeringValidationError

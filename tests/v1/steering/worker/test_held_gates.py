@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from tests.support.programs import run
 from vllm.model_executor.layers.residual.program import (
     GATE_COLUMNS,
     Flag,
     Instruction,
     Kind,
-    run,
 )
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.conditions import Condition

@@ -20,12 +20,8 @@ from tests.v1.steering.worker.test_phase import (
     view,
     worker,
 )
-from vllm.model_executor.layers.residual.program import run, words_of
-from vllm.model_executor.layers.residual.program_host import (
-    execute_programs,
-    reads_tables,
-)
-from vllm.model_executor.layers.residual.program_op import StepPrograms
+from vllm.model_executor.layers.residual.program import words_of
+from vllm.model_executor.layers.residual.program_host import execute_programs
 from vllm.v1.steering.operations import Operation, operation
 from vllm.v1.steering.spec.matrix import row_positions
 from vllm.v1.steering.worker.bank import Bank
@@ -53,11 +49,8 @@ def after(steering: Any, requests: Requests) -> list[float]:
     steering.begin_step()
     stream = torch.full((sum(n for _, n, _ in requests), WIDTH), -1.0)
     gates = torch.zeros(len(stream), 4)
-    if reads_tables(CPU):
-        index, rows = steering.tables.programs.at(TAP), steering.program_rows
-        execute_programs(stream, stream, None, index, rows, gates)
-    for program, tokens, _ in StepPrograms.at.get(steering.program_addresses[TAP], ()):
-        stream[tokens] = run(program, stream[tokens], tokens, gates)[0]
+    index, rows = steering.tables.programs.at(TAP), steering.program_rows
+    execute_programs(stream, stream, None, index, rows, gates)
     steering.end_step()
     return stream[:, 0].tolist()
 

@@ -6,15 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.model_executor.layers.residual import program_host
-from vllm.model_executor.layers.residual.program import run
-from vllm.model_executor.layers.residual.program_host import reads_tables
-from vllm.model_executor.layers.residual.program_op import StepPrograms
+from tests.support.programs import run
 from vllm.v1.residual.spans import spans_of
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.operations import Operation, in_order, operation
@@ -83,17 +79,13 @@ def carried_out(steering: WorkerSteering, requests: Requests) -> dict[int, list[
     steering.begin_step()
     address = steering.program_addresses[TAP]
     found: dict[int, list[int]] = {}
-    if reads_tables(CPU):
-        programs = steering.tables.programs.at(TAP)[steering.program_rows]
-        for token, place in enumerate(programs.tolist()):
-            if place:
-                count = ctypes.c_int32.from_address(place).value
-                found.setdefault(count, []).append(token)
-    for program, tokens, _ in StepPrograms.at.get(address, ()):
-        found.setdefault(len(program), []).extend(tokens.tolist())
+    programs = steering.tables.programs.at(TAP)[steering.program_rows]
+    for token, place in enumerate(programs.tolist()):
+        if place:
+            count = ctypes.c_int32.from_address(place).value
+            found.setdefault(count, []).append(token)
     assert (address in launched) == bool(found)
     steering.end_step()
-    assert not StepPrograms.at
     return {count: sorted(tokens) for count, tokens in found.items()}
 
 
@@ -122,16 +114,6 @@ def test_each_selected_token_of_the_tier_is_changed_once(
             row += 1
     found = carried_out(steering, requests)
     assert found == ({1: expected} if expected else {})
-
-
-def test_without_the_native_library_a_plan_lists_the_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(program_host, "library", lambda: None)
-    steering, requests = worker(), [(1, 3, 2), (0, 2, 4)]
-    operations = [made("project_out"), made("clamp", [1, 2], low=0.0)]
-    begun(steering, requests, tiers(base=operations))
-    assert carried_out(steering, requests) == {1: [2, 3], 2: [0, 1, 4]}
 
 
 def test_a_position_of_one_step_is_not_that_of_the_next() -> None:

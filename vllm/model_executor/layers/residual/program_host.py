@@ -2,19 +2,14 @@
 """Executes the programs of a hook point on a CPU, by the native library.
 
 One call executes those of all tokens of a step. It reads the same tables as the kernel
-of a GPU, so nothing is prepared per layer. Without the library, `program.py` computes.
+of a GPU, so nothing is prepared per layer.
 
 Legend: T tokens of the step (padding included), H width of the stream.
 """
 
 import torch
 
-from vllm.v1.residual.native import DTYPES, NO_ROWS, Rows, library
-
-
-def reads_tables(device: torch.device) -> bool:
-    """Whether programs are executed from tables of addresses on a device."""
-    return device.type != "cpu" or library() is not None
+from vllm.v1.residual.native import DTYPES, NO_ROWS, Library, Rows, library
 
 
 def execute_all(
@@ -41,8 +36,7 @@ def execute_all(
         Whether this is that case; otherwise nothing was done.
 
     """
-    native = library()
-    if native is None or not (hidden.is_contiguous() and gates.is_contiguous()):
+    if not (hidden.is_contiguous() and gates.is_contiguous()):
         return False
     other = NO_ROWS
     width = hidden.shape[-1]
@@ -54,7 +48,7 @@ def execute_all(
     assert rows.numel() >= num_tokens, "rows of tokens are missing"
     assert gates.numel() >= num_tokens * columns, "gates of tokens are missing"
     branch = hidden.data_ptr(), width
-    native.run_programs(
+    _native().run_programs(
         branch,
         branch,
         other,
@@ -82,12 +76,10 @@ def execute_programs(
     first: int = 0,
 ) -> None:
     """Execute each token's program, in place; arguments as of `launch_programs`."""
-    native = library()
-    assert native is not None, "the native library is missing"
     num_tokens, width = hidden.shape
     assert len(rows) >= num_tokens <= len(gates), "rows or gates of tokens are missing"
     branch = _rows(hidden)
-    native.run_programs(
+    _native().run_programs(
         branch if source is hidden else _rows(source),
         branch,
         NO_ROWS if residual is None else _rows(residual),
@@ -100,6 +92,12 @@ def execute_programs(
         DTYPES[hidden.dtype],
         leads,
     )
+
+
+def _native() -> Library:
+    native = library()
+    assert native is not None, "steering was enabled without the native library"
+    return native
 
 
 def _rows(tensor: torch.Tensor) -> Rows:

@@ -3,13 +3,9 @@
 
 It is launched like the additions, only if the step needs it. A kernel finds each
 token's program in tables on the device: on a CPU the native library is the kernel.
-Where there is none, the step's plan lists the rows of each program.
 
 Legend: T tokens of the step (padding included), H width of the stream.
 """
-
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -20,34 +16,13 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.residual.capture_op import Launch, begins_early
 from vllm.model_executor.layers.residual.host_calls import HostCalls, run_calls
-from vllm.model_executor.layers.residual.program import Program, run
 from vllm.model_executor.layers.residual.program_host import (
     execute_all,
     execute_programs,
-    reads_tables,
 )
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
 from vllm.model_executor.layers.residual.split_ops import share
 from vllm.utils.torch_utils import direct_register_custom_op
-
-
-class Rows(NamedTuple):
-    """Tokens of a step that have the same program at a hook point."""
-
-    program: Program
-    tokens: torch.Tensor  # [n], int64, ascending
-    span: slice | None = None
-    """The tokens, if they are consecutive."""
-
-
-class StepPrograms:
-    """The programs of the current step at each hook point, where there is no kernel.
-
-    Engine thread only.
-    """
-
-    at: ClassVar[Mapping[int, Sequence[Rows]]] = {}
-    """Rows by the address of the hook point's index."""
 
 
 def intervene_rows(
@@ -128,36 +103,13 @@ def _intervene(
     own = gates
     if first:  # A slice of everything would take longer than a token's program.
         rows, own = rows[first:], gates[first:]
-    if reads_tables(hidden.device):
-        tables = whole, hidden, residual, index, rows, own
-        if hidden.is_cuda:
-            beginnings = _of_step(records, first, len(hidden))
-            early = begins_early()
-            launch_programs(*tables, beginnings, leads=leads, early=early, first=first)
-        else:
-            execute_programs(*tables, leads=leads, first=first)
-        return
-    for program, tokens, span in StepPrograms.at.get(index.data_ptr(), ()):
-        places: torch.Tensor | slice
-        if span is not None and not first and span.stop <= len(hidden):
-            of_step, places = tokens, span
-        else:
-            here = (tokens >= first) & (tokens < first + len(hidden))
-            of_step = tokens if bool(here.all()) else tokens[here]
-            if not len(of_step):
-                continue
-            places = of_step - first if first else of_step
-        stream = whole[places].float()
-        if residual is not None:
-            stream = stream + residual[places]
-        stream, changed = run(program, stream, of_step, gates)
-        if not bool(changed.all()):
-            places, stream = (of_step - first)[changed], stream[changed]
-        if leads and isinstance(places, torch.Tensor):
-            stream = stream.to(hidden.dtype)
-        hidden[places] = stream if leads else 0.0
-        if residual is not None:
-            residual[places] = 0.0
+    tables = whole, hidden, residual, index, rows, own
+    if hidden.is_cuda:
+        beginnings = _of_step(records, first, len(hidden))
+        early = begins_early()
+        launch_programs(*tables, beginnings, leads=leads, early=early, first=first)
+    else:
+        execute_programs(*tables, leads=leads, first=first)
 
 
 def _of_step(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optional native library, built from `csrc/`: row copies, programs.
 
-Each function has a Python equivalent. That of a copy produces the same bytes, that of
-programs rounds sums in another order; tests compare them.
+Without it Python copies the same bytes, and a CPU executes no programs: steering cannot
+be enabled there.
 """
 
 from collections.abc import Sequence
@@ -82,9 +82,8 @@ def library() -> Library | None:
         module = cast(Library, import_module(MODULE))
     except ImportError as error:
         logger.warning(
-            "Captured rows are copied by Python code, and PyTorch computes "
-            "interventions on a CPU, because the native library was not built or does "
-            "not work here: %s",
+            "Captured rows are copied by Python code, because the native library was "
+            "not built or does not work here: %s",
             error,
         )
         return None

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.config.steering import MAX_DYNAMIC, SteeringConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.residual.named_paths import named_paths
+from vllm.v1.residual.native import library
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.early_files import check_files
 from vllm.v1.steering.frontend.named import NamedFiles
@@ -171,6 +173,13 @@ def steering_config(
         raise fail(
             "--enable-steering: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
             "the fields of steering; unset it to steer",
+            "enable_steering",
+            True,
+        )
+    if enabled and current_platform.is_cpu() and library() is None:
+        raise fail(
+            "--enable-steering: on a CPU the native library carries out operations, "
+            "and it was not built; install a C++20 compiler and build the fork again",
             "enable_steering",
             True,
         )

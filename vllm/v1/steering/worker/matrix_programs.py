@@ -7,15 +7,13 @@ made in each step from a template in which only addresses differ.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.model_executor.layers.residual.program import Instruction, Program, words_of
-from vllm.model_executor.layers.residual.program_host import reads_tables
+from vllm.model_executor.layers.residual.program import words_of
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.operations import Operation
@@ -79,14 +77,14 @@ class Template:
         self._rows = {
             number: _Rows(phase.operations[number]) for number in active & phase.by_row
         }
-        self._programs = {
+        programs = {
             tap: phase.numbered(tap, active) for tap in sorted(phase.taps_of(active))
         }
         words: list[npt.NDArray[np.int32]] = []
         self._starts: dict[Tap, int] = {}
         self._patches: list[Patch] = []
         length = 0
-        for tap, numbered in self._programs.items():
+        for tap, numbered in programs.items():
             program = words_of(tuple(made for _, made in numbered))
             self._starts[tap] = length
             each = len(program) // (1 + len(numbered))
@@ -126,24 +124,6 @@ class Template:
         }
         return {**self._fixed, **placed}
 
-    def on_host(self, stretch: Stretch) -> Programs:
-        """The programs of a stretch for execution without kernels."""
-        offsets = self._offsets(stretch)
-        placed = {
-            tap: Placed(_with_offsets(numbered, offsets), 0, None)
-            for tap, numbered in self._programs.items()
-        }
-        return {**self._fixed, **placed}
-
-
-def _with_offsets(
-    numbered: Sequence[tuple[int, Instruction]], offsets: dict[int, int]
-) -> Program:
-    return tuple(
-        made if made.offset is None else replace(made, offset=offsets[number])
-        for number, made in numbered
-    )
-
 
 def place_stretches(
     stretches: Sequence[Stretch], device: torch.device
@@ -151,8 +131,6 @@ def place_stretches(
     """Place the programs of all stretches of a step, in one copy to the device."""
     templates = [_template(one.phase, one.active) for one in stretches]
     pairs = list(zip(templates, stretches, strict=True))
-    if not reads_tables(device):
-        return [template.on_host(one) for template, one in pairs]
     if not pairs:
         return []
     words = [template.written(one) for template, one in pairs]

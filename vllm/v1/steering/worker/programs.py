@@ -13,7 +13,6 @@ from vllm.model_executor.layers.residual.program import (
     Program,
     words_of,
 )
-from vllm.model_executor.layers.residual.program_host import reads_tables
 from vllm.model_executor.layers.residual.program_records import (
     RECORD_WORDS,
     write_records,
@@ -28,8 +27,8 @@ class Placed(NamedTuple):
 
     program: Program
     address: int
-    """The device address; 0 where no kernel reads it."""
-    storage: torch.Tensor | None
+    """The device address."""
+    storage: torch.Tensor
     """Owns the memory at the address."""
 
 
@@ -38,9 +37,7 @@ Programs = dict[Tap, Placed]
 
 
 def place(programs: Mapping[Tap, Program], device: torch.device) -> Programs:
-    """Copy programs to the device, if a kernel executes them there."""
-    if not reads_tables(device):
-        return {tap: Placed(one, 0, None) for tap, one in programs.items()}
+    """Copy programs to the device."""
     if not programs:
         return {}
     words = [words_of(program) for program in programs.values()]
@@ -143,8 +140,8 @@ class ProgramIndex:
             write_records(records, self._index, rows, changed)
 
     def _write(self, row: int, programs: Sequence[Programs]) -> None:
-        if not programs or not reads_tables(self._index.device):
-            return  # No kernel reads the index.
+        if not programs:
+            return
         addresses = np.zeros((len(self._columns), len(programs)), dtype=np.int64)
         for number, one in enumerate(programs):
             for tap, placed in one.items():

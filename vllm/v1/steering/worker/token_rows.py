@@ -47,12 +47,6 @@ class TokenRows:
         return num_tokens
 
 
-def span_of(tokens: npt.NDArray[np.intp]) -> slice | None:
-    """The tokens `[n]`, ascending and at least one, if they are consecutive."""
-    first, last = int(tokens[0]), int(tokens[-1])
-    return slice(first, last + 1) if last - first + 1 == len(tokens) else None
-
-
 def token_rows(
     rows: Sequence[tuple[int, int]], prompt_lengths: Sequence[int], view: StepView
 ) -> npt.NDArray[np.int32]:

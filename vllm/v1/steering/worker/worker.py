@@ -12,9 +12,6 @@ import numpy.typing as npt
 import torch
 
 from vllm.logger import init_logger
-from vllm.model_executor.layers.residual.program_host import reads_tables
-from vllm.model_executor.layers.residual.program_op import Rows as ProgramRows
-from vllm.model_executor.layers.residual.program_op import StepPrograms
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes
 from vllm.v1.residual.steering_actions import Action
@@ -45,7 +42,7 @@ from vllm.v1.steering.worker.phase import special_rows
 from vllm.v1.steering.worker.programs import Programs
 from vllm.v1.steering.worker.stages import StageGates
 from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
-from vllm.v1.steering.worker.token_rows import TokenRows, span_of, token_rows
+from vllm.v1.steering.worker.token_rows import TokenRows, token_rows
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,7 +113,6 @@ class WorkerSteering:
         self._unloaded: dict[int, str] = {}
         """The slots that could not be loaded, with the reasons."""
         self._prompt_lengths: dict[str, int] = {}
-        self._on_host: dict[int, list[ProgramRows]] = {}
         """The planned step's programs, where there is no kernel."""
         self._held = HeldGates(device, self.tables.fired)
         """Gate decisions that hold for later tokens."""
@@ -270,7 +266,6 @@ class WorkerSteering:
         self._launches = self._ops_at(filled)
         if plain or rows is None:
             self._programs_of.plan(None)
-            self._on_host = {}
         else:
             self._plan_programs(view, pairs, lengths, rows)
         self._held.plan(view, pairs, lengths, {} if plain else self.tables.phases)
@@ -311,7 +306,6 @@ class WorkerSteering:
         self._decides = False
         self._vectors_of.plan(None)
         self._programs_of.plan(None)
-        self._on_host = {}
         self._decoding = None
         self._launches = frozenset()
         return self._launches
@@ -335,14 +329,6 @@ class WorkerSteering:
         at_taps = {row: index.of_row(row) for row in used}
         taps = frozenset(chain.from_iterable(at_taps.values()))
         self._launches |= {self.program_addresses[tap] for tap in taps}
-        self._on_host = {}
-        if not reads_tables(self.row_index.device):
-            for row, programs in at_taps.items():
-                found = np.flatnonzero(rows == row)
-                tokens, span = torch.from_numpy(found), span_of(found)
-                for tap, placed in programs.items():
-                    at = self._on_host.setdefault(self.program_addresses[tap], [])
-                    at.append(ProgramRows(placed.program, tokens, span))
 
     def _at_positions(
         self,
@@ -428,11 +414,9 @@ class WorkerSteering:
         self._held.load(self.tables.programs.gates)
         self._stages.load(self.tables.programs.gates)
         self.doses.begin()
-        StepPrograms.at = self._on_host
 
     def end_step(self) -> None:
         """End a step after its pass is queued; a dummy batch may follow."""
-        StepPrograms.at = {}
         self._held.save(self.tables.programs.gates)
         self.doses.end()
         if self._some_stage_decides:

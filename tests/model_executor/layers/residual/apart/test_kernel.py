@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.programs import run
 from vllm.model_executor.layers.residual.program import (
     GATE_COLUMNS,
     NEVER,
@@ -20,7 +21,6 @@ from vllm.model_executor.layers.residual.program import (
     Instruction,
     Kind,
     Program,
-    run,
     words_of,
 )
 from vllm.model_executor.layers.residual.program_host import execute_programs
