@@ -43,6 +43,10 @@ or steer with it stops when it starts, and says why.
 """
 
 
+_STREAM = ("pre_attn", "post_attn", "post_block")
+_INNER = {"attn_in", "z", "mlp_act", "router_logits", "final_norm"}
+
+
 class _CaseName(NamedTuple):
     architecture: str
     variant: str
@@ -91,6 +95,7 @@ def page(rows: list[ArchitectureReport], results: Results) -> str:
     for kind, title in _TITLES.items():
         of_kind = [row for row in rows if row.table == kind]
         parts += ["", f"## {title}", "", *_table(of_kind, results)]
+    parts += ["", "## Inside the block", "", *_inside(results)]
     parts += ["", "## Not proven, and why", "", *_not_proven(rows, results)]
     parts += ["", "## How some were compared", "", *_notes(results)]
     parts += ["", "## Refused and conditional", "", *_reasons(rows), ""]
@@ -148,6 +153,28 @@ def _compared(found: list[Mapping[str, Any]], device: str) -> str:
         if entry["device"] == device and entry.get("max_relative_error") is not None
     ]
     return "<br>".join(cells) or "–"
+
+
+def _inside(results: Results) -> Iterator[str]:
+    """The points inside the block that were compared, and why others were not."""
+    yield "Points of `--hook-points` whose rows were compared with the library's in"
+    yield "every layer that has them. `attn_add`, `mlp_add` and `embed` are compared as"
+    yield "sums that make one point of the stream of another."
+    yield ""
+    proven: dict[tuple[str, str], dict[str, None]] = {}
+    lacking: dict[str, dict[str, None]] = {}
+    for entry in results.values():
+        points = [p for p in entry.get("hook_points", ()) if p not in _STREAM]
+        if _INNER & {*points}:
+            key = entry["device"].upper(), " ".join(points)
+            proven.setdefault(key, {})[entry["architecture"]] = None
+    for name, case in _cases(results):
+        for point, why in case.get("unproven", {}).items():
+            lacking.setdefault(why, {})[f"{name.architecture} (`{point}`)"] = None
+    for (device, text), names in sorted(proven.items()):
+        yield f"- {device}, {len(names)} with `{text}`: {', '.join(sorted(names))}."
+    for text, whose in sorted(lacking.items()):
+        yield f"- Not compared, {text}: {', '.join(sorted(whose))}."
 
 
 def _not_proven(rows: list[ArchitectureReport], results: Results) -> Iterator[str]:

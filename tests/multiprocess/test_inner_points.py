@@ -24,8 +24,6 @@ from tests.v1.capture.engine.test_inner_points import (
     check_addition,
     read,
 )
-from vllm.v1.readouts.errors import ReadoutValidationError
-from vllm.v1.steering.errors import SteeringValidationError
 
 pytestmark = [
     pytest.mark.e2e,
@@ -127,19 +125,80 @@ def test_a_condition_of_a_whole_row_gates_a_divided_one(pair: Pair) -> None:
     pair.check_changed((0, "q"), {"vector": vector.numpy(), "when": when}, change)
 
 
-def test_what_needs_a_whole_row_is_refused(pair: Pair) -> None:
-    width = HEADS * SIZE
-    vector = [1.0] * width
-    for entry in (
-        {"op": "project_out", "vector": vector},
-        {"vector": vector, "norm_match": True},
-    ):
-        with pytest.raises(SteeringValidationError, match="needs whole rows"):
-            pair.ask(steering={"z": {0: entry}})
-    when = {"probe": vector, "layer": 0, "hook": "z", "above": 0.0}
-    with pytest.raises(SteeringValidationError, match="none can decide"):
-        pair.ask(steering={"post_block": {0: {"vector": [1.0] * 64, "when": when}}})
-    with pytest.raises(SteeringValidationError, match="to measure doses"):
-        pair.ask(steering={"z": {0: vector}}, steering_receipt=True)
-    with pytest.raises(ReadoutValidationError, match="keys are divided among 2"):
-        read(pair, patterns={"kind": "attention", "layers": [0]})
+def test_a_condition_of_a_divided_row_gates_the_stream(pair: Pair) -> None:
+    pair.reference.run(PROMPT)
+    probe = torch.randn(HEADS * SIZE)
+    bound = float((pair.reference.rows[0, "z"].float() @ probe).median() + 1e-3)
+    vector = torch.randn(pair.reference.rows[0, "attn_out"].shape[1]) * 5
+    when = {"probe": probe.numpy(), "layer": 0, "hook": "z", "above": bound}
+
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        fires = pair.reference.rows[0, "z"].float() @ probe > bound
+        assert fires.any() and not fires.all()
+        return torch.where(fires[:, None], rows + vector, rows)
+
+    entry = {"vector": vector.numpy(), "when": when}
+    pair.check_changed((0, "attn_out"), entry, change)
+
+
+@pytest.mark.parametrize("hook", DIVIDED)
+def test_operations_act_on_whole_rows(pair: Pair, hook: str) -> None:
+    pair.reference.run(PROMPT)
+    vector = torch.randn(pair.reference.rows[0, hook].shape[1])
+    unit = vector / vector.norm()
+
+    def project(rows: torch.Tensor) -> torch.Tensor:
+        return rows - (rows @ unit)[:, None] * unit
+
+    def clamp(rows: torch.Tensor) -> torch.Tensor:
+        found = rows @ unit
+        return rows + (found.clamp(-0.1, 0.1) - found)[:, None] * unit
+
+    def match(rows: torch.Tensor) -> torch.Tensor:
+        return rows + 2 * rows.norm(dim=-1, keepdim=True) * unit
+
+    own = vector.numpy()
+    pair.check_changed((0, hook), {"op": "project_out", "vector": own}, project)
+    bounds = {"min": -0.1, "max": 0.1}
+    pair.check_changed((0, hook), {"op": "clamp", "vector": own, **bounds}, clamp)
+    matched = {"vector": own, "norm_match": True, "scale": 2.0}
+    pair.check_changed((0, hook), matched, match)
+
+
+def test_a_receipt_measures_whole_rows(pair: Pair) -> None:
+    vector = torch.randn(HEADS * SIZE)
+    output = pair.ask(steering={"z": {0: vector.numpy()}}, steering_receipt=True)
+    (applied,) = output.steering["applied"]
+    doses = vector.norm() / pair.engine.rows(output)[0, "z"].float().norm(dim=-1)
+    assert applied["hook"] == "z"
+    assert applied["dose"]["max"] == pytest.approx(float(doses.max()), rel=1e-3)
+
+
+def test_patterns_of_the_heads_of_all_ranks(pair: Pair) -> None:
+    spec = {"kind": "attention", "layers": [0, 1]}
+    full = {**spec, "layers": [1], "heads": [3, 0, 1], "full": True}
+    asked = {"top": {**spec, "top_k": 64}, "full": full}
+    output = pair.ask(
+        readouts={n: {**one, "positions": "all"} for n, one in asked.items()}
+    )
+    found = output.readouts
+    pair.reference.run([*PROMPT, *output.outputs[0].token_ids][:-1])
+    rows = len(found["top"].positions)
+    expected = torch.stack([pair.reference.patterns[n] for n in (0, 1)])
+    own = found["full"]["weights"]
+    torch.testing.assert_close(
+        torch.from_numpy(own.copy())[..., :rows],
+        expected[1][[3, 0, 1], :rows, :rows],
+        atol=1e-4,
+        rtol=0,
+    )
+    weights, keys = found["top"]["weights"], found["top"]["keys"]
+    for layer in (0, 1):
+        for head in range(HEADS):
+            row = torch.zeros(rows, rows + 1)
+            at = torch.from_numpy(keys[:, layer, head].copy()).long()
+            at = torch.where(at < 0, rows, at)
+            row.scatter_(1, at, torch.from_numpy(weights[:, layer, head].copy()))
+            torch.testing.assert_close(
+                row[:, :rows], expected[layer, head, :rows, :rows], atol=1e-4, rtol=0
+            )

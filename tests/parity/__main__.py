@@ -32,6 +32,7 @@ def look(case: Case, options: argparse.Namespace) -> str:
             f"change {compared.change_error:.1e}, logits {compared.logit_error:.1e}, "
             f"{time.monotonic() - started:.0f} s"
         )
+        lines += [f"    {hook}: {why}" for hook, why in compared.unproven.items()]
         text = "\n".join([head, *lines])
     if options.record:
         results.record({case: found}, options.device)

@@ -14,6 +14,7 @@ import torch
 
 from tests.parity.distance import relative
 from tests.parity.engine import Answer, Answers, vector
+from tests.parity.inside import INSIDE
 from tests.parity.reference import Reference, Stream, Tap
 
 ROWS, CHANGES = 1e-4, 2e-3
@@ -79,7 +80,9 @@ def generated(logits: torch.Tensor, answer: Answer) -> torch.Tensor:
 
 def in_float32(reference: Reference) -> Bounds:
     """The bounds of a float32 case."""
-    return Bounds(dict.fromkeys(reference.points, ROWS))
+    layers = {layer for layer, _ in reference.points}
+    inside = {(layer, hook) for layer in layers for hook in INSIDE}
+    return Bounds(dict.fromkeys([*reference.points, *inside], ROWS))
 
 
 def in_bfloat16(answers: Answers, exact: Reference, rounded: Reference) -> Bounds:
@@ -95,7 +98,7 @@ def in_bfloat16(answers: Answers, exact: Reference, rounded: Reference) -> Bound
         expected, found = Expected(exact, answer), Expected(rounded, answer)
         changes = max(changes, _change(expected, found))
         for tap, error in _errors(found.rows, expected.rows).items():
-            rows[tap] = max(rows[tap], error)
+            rows[tap] = max(rows.get(tap, ROUND_OFF), error)
     bounds = {tap: FACTOR * error for tap, error in rows.items()}
     return Bounds(bounds, FACTOR * changes, exact=False)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.parity.inside import DIFFERING
 from tests.parity.needs import Need
 from tests.parity.recipe import PLAIN, Recipe
 from tests.parity.substitutes import Substitute
@@ -87,6 +88,11 @@ class Case:
     """The library's class that creates and loads the model."""
     stand_ins: tuple[str, ...] = ()
     """Libraries that upstream's file imports without using them for this model."""
+
+    @property
+    def differing(self) -> Mapping[str, str]:
+        """Points inside the block that the library computes otherwise, and how."""
+        return DIFFERING.get(self.architecture, {})
 
     @property
     def name(self) -> str:

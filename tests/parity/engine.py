@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tests.parity.cases import VOCABULARY, Case
-from tests.parity.recipe import ADDED
+from tests.parity.inside import in_order_of_experts
+from tests.parity.recipe import HOOKS
 from tests.parity.reference import Stream, Tap
 from tests.parity.stand_ins import stand_in
 
@@ -101,7 +102,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
         "logprobs_mode": "raw_logits",
         "seed": 0,
         "capture_consumers": [keeper],
-        "hook_points": ["mlp_in", "mlp_out", *ADDED],
+        "hook_points": ["all"],
         "enable_steering": True,
         "max_steering_configs": 8,
     }
@@ -113,7 +114,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
         (layer, hook)
         for layer in sorted(points)
         for hook in points[layer]
-        if hook not in ADDED
+        if hook in HOOKS
     ]
     assert 0 < len(taps) <= MAX_TAPS, f"{len(taps)} taps"
     asked = requests(taps)
@@ -145,7 +146,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
             steered=tap,
             fed=[*prompt, *output.outputs[0].token_ids][:-1],
             num_prompt_tokens=len(prompt),
-            rows=keeper.rows[output.request_id, 0],
+            rows=in_order_of_experts(keeper.rows[output.request_id, 0]),
             logits=_logits(output),
         )
         for (tap, prompt), output in zip(asked, outputs)

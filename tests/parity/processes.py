@@ -117,7 +117,7 @@ def _compare(folder: Path, case: Case) -> None:
         allowed = bounds.in_float32(exact)
     else:
         allowed = bounds.in_bfloat16(answers, exact, library(case.torch_dtype))
-    compared = compare(answers, exact, allowed)
+    compared = compare(answers, exact, allowed, case.differing)
     torch.save((compared, answers.hook_points), folder / "compared.pt")
 
 

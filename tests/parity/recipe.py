@@ -109,6 +109,8 @@ class Recipe:
     order: Callable[[nn.Module], list[tuple[nn.Module, int]]] | None = None
     """The layers of a model that runs some of them several times, in the order of a
     pass, each with the number of its earlier runs."""
+    sums: bool = True
+    """Whether a block adds to the stream, and does nothing else to it."""
     both_ways: bool = False
     """Whether prompt tokens attend to later tokens."""
     own: Callable[[nn.Module, "Recipe"], Mapping[str, Point] | None] | None = None

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.parity.inside import Inside
 from tests.parity.recipe import ORDER, Point, Recipe, Spot
 from tests.parity.substitutes import Substitute
 
@@ -51,6 +52,7 @@ class Reference:
         if substitute is not None:
             substitute.apply(self.model)
         self._both_ways = recipe.both_ways
+        self.sums = recipe.sums
         runs = recipe.runs(self.model)
         self.points: dict[Tap, Point] = {
             (index, hook): point.of_run(run)
@@ -58,6 +60,11 @@ class Reference:
             for hook, point in recipe.points(layer).items()
         }
         self._last_run = max(run for _, run in runs)
+        self.inside: Inside | None = None
+        """What the blocks compute inside, if each runs once in a pass."""
+        if not self._last_run:
+            layers = [layer for layer, _ in runs]
+            self.inside = Inside(self.model, layers, recipe.attention)
         self._seen: dict[Spot, torch.Tensor] = {}
         self._met: Counter[Spot] = Counter()
         self._changed = 0
@@ -112,6 +119,8 @@ class Reference:
     ) -> tuple[Stream, torch.Tensor]:
         """The rows of every hook point for these tokens; logits `[tokens, words]`."""
         self._seen, self._met, self._changed = {}, Counter(), 0
+        if self.inside is not None:
+            self.inside.begin()
         ids = torch.tensor([list(token_ids)])
         more = {}
         if self._both_ways:
@@ -123,6 +132,8 @@ class Reference:
         missed = [tap for tap, p in self.points.items() if p.read not in self._seen]
         assert not missed, f"the library's model never passes {missed}"
         rows = {tap: self._value(tap) for tap in self.points}
+        if self.inside is not None:
+            rows |= self.inside.end()
         return rows, output.logits[0].float()
 
     @contextmanager

@@ -16,11 +16,13 @@ import torch
 
 from tests.parity.cases import Case
 from tests.parity.comparison import Compared
+from tests.parity.inside import INSIDE
 from tests.parity.recipe import ADDED, HOOKS
 
 RESULTS = Path(__file__).with_name("results.json")
 Entry = dict[str, Any]
 HookPoints = Mapping[int, Iterable[str]]
+POINTS = (*HOOKS, *ADDED, *INSIDE)
 
 
 def key_of(architecture: str, dtype: str, device: str) -> str:
@@ -37,11 +39,13 @@ def read(path: Path = RESULTS) -> dict[str, Entry]:
 def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
     """The record of a compared case."""
     offered = {hook for hooks in points.values() for hook in hooks}
+    proven = offered - compared.unproven.keys()
     return {
         "proven": not compared.problems,
         "max_relative_error": float(f"{compared.row_error:.2g}"),
         "intervention_error": float(f"{compared.change_error:.2g}"),
-        "hook_points": [hook for hook in (*HOOKS, *ADDED) if hook in offered],
+        "hook_points": [hook for hook in POINTS if hook in proven],
+        **({"unproven": compared.unproven} if compared.unproven else {}),
         "tolerance": float(f"{compared.tolerance:.2g}"),
         **({"notes": case.notes} if case.notes else {}),
         **({"reason": compared.problems[0]} if compared.problems else {}),
@@ -91,7 +95,7 @@ def _entry(case: Case, device: str, cases: dict[str, Entry]) -> Entry:
         "dtype": case.dtype,
         "device": device,
         "variants": sorted(proven),
-        "hook_points": [hook for hook in (*HOOKS, *ADDED) if hook in hooks],
+        "hook_points": [hook for hook in POINTS if hook in hooks],
         "date": datetime.now(UTC).date().isoformat(),
         "cases": dict(sorted(cases.items())),
     }

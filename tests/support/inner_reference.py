@@ -129,7 +129,9 @@ class InnerReference:
             logits = self._pass((index, "router_logits"), output[0])
             chances = logits.float().softmax(-1)
             weights, chosen = chances.topk(module.top_k, dim=-1)
-            return logits, weights / weights.sum(-1, keepdim=True), chosen
+            self.rows[index, "expert_ids"] = chosen.float()
+            weights = weights / weights.sum(-1, keepdim=True)
+            return logits, self._pass((index, "expert_weights"), weights), chosen
 
         return hook
 

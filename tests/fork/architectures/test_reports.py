@@ -122,3 +122,17 @@ def test_the_page_says_how_some_were_compared(rows) -> None:
     case = {"proven": True, "notes": ["they differ in a rounding"]}
     text = page(list(rows.values()), {"one": RESULT | {"cases": {"plain": case}}})
     assert "- FirstForCausalLM: they differ in a rounding." in text
+
+
+def test_the_page_lists_the_points_inside_the_block(rows) -> None:
+    case = {"proven": True, "unproven": {"q": "the library has no tensor of it"}}
+    result = RESULT | {
+        "hook_points": ["pre_attn", "mlp_in", "z", "final_norm"],
+        "cases": {"plain": case},
+    }
+    text = page(list(rows.values()), {"one": result})
+    assert "- CPU, 1 with `mlp_in z final_norm`: FirstForCausalLM." in text
+    assert (
+        "- Not compared, the library has no tensor of it: FirstForCausalLM (`q`)."
+        in text
+    )

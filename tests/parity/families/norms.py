@@ -179,7 +179,7 @@ CASES = [
         model_type="bloom",
         variant="residual after norm",
         options=BLOOM | {"apply_residual_connection_post_layernorm": True},
-        recipe=Recipe(layers="transformer.h", own=bloom_points),
+        recipe=Recipe(layers="transformer.h", own=bloom_points, sums=False),
         substitute=EXACT_GELU,
     ),
     Case(
@@ -187,6 +187,6 @@ CASES = [
         model_type="opt",
         variant="post-norm",
         options=OPT | {"do_layer_norm_before": False},
-        recipe=Recipe(layers="model.decoder.layers", own=opt_points),
+        recipe=Recipe(layers="model.decoder.layers", own=opt_points, sums=False),
     ),
 ]

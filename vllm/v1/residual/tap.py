@@ -20,6 +20,8 @@ HookName = Literal[
     "attn_out",
     "mlp_act",
     "router_logits",
+    "expert_ids",
+    "expert_weights",
     "final_norm",
     "embed",
     "attn_add",
@@ -35,6 +37,7 @@ Inside the block, only where enabled: `attn_in`, `attn_out`: input and output of
 attention module. `q`, `k`, `v`: what attention reads, after rotary embeddings and
 norms, `z`: what it returns, before the output projection; each consists of heads.
 `mlp_act`: input of the MLP's second projection. `router_logits`: one per expert.
+`expert_ids`, `expert_weights`: the router's choice, one number per chosen expert.
 `final_norm`: of the last layer, what enters the unembedding. `embed`: of layer 0, the
 embeddings as they enter the stream. `attn_add`, `mlp_add`: what is added to the stream,
 after norms and multipliers of the branch.
@@ -49,14 +52,16 @@ INNER_POINTS: tuple[HookName, ...] = (
     "attn_out",
     "mlp_act",
     "router_logits",
+    "expert_ids",
+    "expert_weights",
     "final_norm",
     "embed",
     "attn_add",
     "mlp_add",
 )
+READ_ONLY: tuple[HookName, ...] = ("expert_ids",)
+"""Points whose numbers nothing may change."""
 MLP_POINTS: tuple[HookName, ...] = ("mlp_in", "mlp_out")
-DIVIDED_POINTS: tuple[HookName, ...] = ("q", "k", "v", "z", "mlp_act")
-"""Points at which each of several tensor-parallel ranks has some of a row's numbers."""
 OPTIONAL_POINTS = (*MLP_POINTS, *INNER_POINTS)
 """Points that exist only where the engine was started with them."""
 

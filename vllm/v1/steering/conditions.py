@@ -89,7 +89,7 @@ _ORDERS = (
     ("attn_in", "q", "k", "v", "z", "attn_out", "attn_add"),
     ("attn_in", "q", "k", "v", "z", "attn_out", "post_attn"),
     ("mlp_in", "mlp_act", "mlp_out", "mlp_add"),
-    ("mlp_in", "router_logits", "mlp_out", "mlp_add"),
+    ("mlp_in", "router_logits", "expert_ids", "expert_weights", "mlp_out", "mlp_add"),
 )
 """Hook points of one layer in the order in which every model computes them, in addition
 to `embed`, `pre_attn`, `post_block` and `final_norm`. In a parallel block the MLP reads

@@ -9,7 +9,8 @@ as part of it; a point that is not enabled has none.
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,15 @@ from vllm.model_executor.layers.attention.cross_attention import CrossAttention
 from vllm.model_executor.layers.attention.encoder_only_attention import (
     EncoderOnlyAttention,
 )
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import (
     MoERunnerInterface,
 )
-from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.residual.point_shapes import PointShape
 from vllm.v1.residual.tap import Tap
@@ -43,21 +49,25 @@ class InnerPoint:
     """How many tensor-parallel ranks divide a row among them."""
     copies: int = 1
     """Of these ranks, how many consecutive ones have the same numbers."""
+    router: BaseRouter | None = None
+    """Of the router's choice: what makes it; `argument` is the index in what it
+    returns."""
 
     @property
     def width(self) -> int:
         """Numbers of a row that this rank has."""
         return self.shape.width * self.copies // self.ranks
 
-    def columns(self, rank: int) -> slice:
-        """Which numbers of a row a tensor-parallel rank has."""
-        start = rank // self.copies * self.width
-        return slice(start, start + self.width)
-
     def attach(self, tap: ResidualTap) -> None:
         """Have the module's calls pass the tap."""
         if self.ranks > 1:
             tap.copies = self.copies
+        if self.router is not None:
+            assert isinstance(self.argument, int)
+            self.router._compute_routing = _Routing(  # type: ignore[method-assign]
+                tap, self.router._compute_routing, self.argument
+            )
+            return
         if self.argument is None:
             self.module.register_forward_hook(_Leaving(tap, self.width))
             return
@@ -113,6 +123,30 @@ class _Entering:
         return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
+class _Routing:
+    """A router's function with a tap on the weights or the ids that it returns.
+
+    Both have dtypes of their own. Rows are of the stream's, in which ids are exact; of
+    weights only the change is taken over.
+    """
+
+    def __init__(
+        self, tap: ResidualTap, compute: Callable[..., Any], index: int
+    ) -> None:
+        self._tap = tap
+        self._compute = compute
+        self._index = index
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        chosen = list(self._compute(hidden_states, *args, **kwargs))
+        values = chosen[self._index]
+        rows = values.to(hidden_states.dtype)
+        changed = self._tap(rows, None)[0]
+        if values.is_floating_point():
+            chosen[self._index] = values + (changed - rows).to(values.dtype)
+        return tuple(chosen)
+
+
 def _passed(tap: ResidualTap, value: torch.Tensor, width: int) -> torch.Tensor:
     """The value with which the model continues; heads may be an axis of their own."""
     rows = value if value.shape[-1] == width else value.flatten(-2)
@@ -144,6 +178,13 @@ def find_inner_points(
             **_of_mlp(layer),
         }
         found.update({(index, n): p for n, p in points.items() if n in names})
+    users = Counter((id(point.module), name) for (_, name), point in found.items())
+    # A hook is called in each layer that shares a module (Zamba 2).
+    found = {
+        tap: point
+        for tap, point in found.items()
+        if users[id(point.module), tap[1]] == 1
+    }
     if "embed" in names and 0 in layers:
         entry = _parameter_of_stream(layers[0])
         if entry is not None:
@@ -152,6 +193,15 @@ def find_inner_points(
         shape = PointShape(hidden_size)
         found[max(layers), "final_norm"] = InnerPoint(final_norm, shape, None)
     return found
+
+
+def norms_with_logits(model: nn.Module) -> bool:
+    """Whether the final norm is computed with the logits, of those tokens only."""
+    return any(
+        "norm" in type(module).compute_logits.__code__.co_names
+        for module in model.modules()
+        if hasattr(type(module), "compute_logits")
+    )
 
 
 def why_missing(
@@ -187,17 +237,31 @@ def why_missing(
         if routed
         else "no layer has exactly one row-parallel projection outside of attention"
     )
-    reasons["router_logits"] = (
-        "the kernel of the experts computes them itself"
-        if routed
-        else "it has no routed experts"
+    reasons |= dict.fromkeys(
+        ("router_logits", "expert_ids", "expert_weights"), _why_no_router(routed)
     )
-    reasons["final_norm"] = "its final norm is not known"
+    reasons["final_norm"] = (
+        "its final norm is not known, or is computed with the logits, of those tokens"
+    )
     reasons["embed"] = "its first layer takes the stream under another name"
     woven = (
         "no place in its layers has that value alone; `python -m fork models` says why"
     )
     return {name: reasons.get(name, woven) for name in names}
+
+
+def _why_no_router(routed: Sequence[Any]) -> str:
+    """Why the choice of experts is not read, where it is not."""
+    if not routed:
+        return "it has no routed experts"
+    if routed[0].moe_config.dp_size > 1 or routed[0].moe_config.is_sequence_parallel:
+        return "tokens are spread over ranks before experts are chosen"
+    if routed[0].is_monolithic:
+        return "the kernel of the experts chooses them itself"
+    return (
+        "the layer of experts is given their choice, chooses them together with shared "
+        "ones, or has more than the model's dtype has whole numbers for"
+    )
 
 
 def _parameter_of_stream(layer: nn.Module) -> str | None:
@@ -219,13 +283,28 @@ def _of_attention(
     if len(cores) != 1:
         return {}
     ((name, core),) = cores
-    block = getattr(layer, name.partition(".")[0])
+    block = _block_of(layer, name)
     points = _of_core(core, block, tensor_parallel)
     if block is not core and (tensor_parallel == 1 or _reduces(block)):
         shape = PointShape(hidden_size)
-        points["attn_in"] = InnerPoint(block, shape, 0)
         points["attn_out"] = InnerPoint(block, shape, None)
+        linear = [one for one in block.modules() if isinstance(one, LinearBase)]
+        if any(one.input_size == hidden_size for one in linear):
+            points["attn_in"] = InnerPoint(block, shape, 0)
     return points
+
+
+def _block_of(layer: nn.Module, name: str) -> nn.Module:
+    """The innermost module around a core, by its name, that projects what it returns.
+
+    A module around that one may have norms of the stream as well (DBRX).
+    """
+    while "." in name:
+        name = name.rpartition(".")[0]
+        block = layer.get_submodule(name)
+        if any(isinstance(one, LinearBase) for one in block.modules()):
+            return block
+    return layer.get_submodule(name)
 
 
 def _of_core(
@@ -259,11 +338,8 @@ def _of_core(
 def _of_mlp(layer: nn.Module) -> dict[str, InnerPoint]:
     """The points of a layer's MLP or experts."""
     routed: list[Any] = [one for one in layer.modules() if _is_routed(one)]
-    if len(routed) == 1 and getattr(routed[0], "gate", None) is None:
-        shape = PointShape(routed[0].moe_config.num_logical_experts)
-        return {"router_logits": InnerPoint(routed[0], shape, "router_logits")}
     if routed:
-        return {}
+        return _of_experts(routed[0]) if len(routed) == 1 else {}
     inside = {id(part) for part in layer.modules() if _holds_attention(part)}
     downs = [
         module
@@ -279,12 +355,30 @@ def _of_mlp(layer: nn.Module) -> dict[str, InnerPoint]:
     return {"mlp_act": InnerPoint(down, PointShape(down.input_size), 0, ranks)}
 
 
-def _is_routed(module: nn.Module) -> bool:
-    """Whether this is upstream's layer of routed experts.
+def _of_experts(runner: Any) -> dict[str, InnerPoint]:
+    """The points of upstream's layer of routed experts."""
+    config, router = runner.moe_config, runner.router
+    if config.dp_size > 1 or config.is_sequence_parallel:
+        return {}  # It computes other tokens than those of the step.
+    shape = PointShape(config.num_logical_experts)
+    points: dict[str, InnerPoint] = {}
+    if (gate := getattr(runner, "gate", None)) is None:
+        # The Transformers backend gives it the choice only.
+        if "router_logits" in inspect.signature(runner.forward).parameters:
+            points["router_logits"] = InnerPoint(runner, shape, "router_logits")
+    elif getattr(runner, "shared_expert_gate", None) is None:
+        points["router_logits"] = InnerPoint(gate, shape, None)
+    exact = 2 / torch.finfo(config.in_dtype).eps
+    chooses = isinstance(router, BaseRouter) and not runner.is_monolithic
+    if chooses and config.num_experts <= exact:
+        shape = PointShape(router.top_k)
+        for index, name in enumerate(("expert_weights", "expert_ids")):
+            points[name] = InnerPoint(runner, shape, index, router=router)
+    return points
 
-    One that has the router's weights computes the logits inside of a single op, where
-    nothing reads them.
-    """
+
+def _is_routed(module: nn.Module) -> bool:
+    """Whether this is upstream's layer of routed experts."""
     return isinstance(module, MoERunnerInterface)
 
 
@@ -299,15 +393,12 @@ def _reduces(block: nn.Module) -> bool:
 
 
 def shapes_of(
-    points: Mapping[Tap, InnerPoint], hidden_size: int, own: bool = False
+    points: Mapping[Tap, InnerPoint], hidden_size: int
 ) -> dict[int, dict[str, tuple[int, int]]]:
-    """The shapes of the points that differ from the stream's, by layer and name.
-
-    With `own` those of the part of a row that this rank has, without heads.
-    """
+    """The shapes of the points that differ from the stream's, by layer and name."""
     shapes: dict[int, dict[str, tuple[int, int]]] = {}
     for (layer, name), point in points.items():
-        shape = PointShape(point.width) if own else point.shape
+        shape = point.shape
         if shape != PointShape(hidden_size):
             shapes.setdefault(layer, {})[name] = shape.width, shape.heads
     return shapes

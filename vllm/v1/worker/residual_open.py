@@ -24,10 +24,15 @@ from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.residual.tap import AFTER, Tap, behind
+from vllm.v1.residual.tap import AFTER, READ_ONLY, Tap, behind
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
-from vllm.v1.worker.inner_points import find_inner_points, shapes_of, why_missing
+from vllm.v1.worker.inner_points import (
+    find_inner_points,
+    norms_with_logits,
+    shapes_of,
+    why_missing,
+)
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, can_record, families_at_start
 from vllm.v1.worker.residual_hooks import open_hooks
@@ -87,7 +92,9 @@ def _open(
             optional,
             width,
             vllm_config.parallel_config.tensor_parallel_size,
-            None if last is None else final_norm_of(model, last[0]),
+            None
+            if last is None or norms_with_logits(model)
+            else final_norm_of(model, last[0]),
         ),
     )
     points = layers.points
@@ -141,12 +148,7 @@ def _open(
             device,
             modules.sae,
             _route_of_doses(stage),
-            shapes_of(layers.inner, width, own=True),
-            {
-                tap: point.columns(stage.tensor_rank)
-                for tap, point in layers.inner.items()
-                if point.ranks > 1
-            },
+            shapes,
         )
     made = {tap: _tap(tap, taps_behind.get(tap), capture, steering) for tap in taps}
     for place, (module, run) in layers.modules.items():
@@ -215,7 +217,8 @@ def _tap(
     slots = base = staging = None
     if capture is not None:
         slots, base, staging = capture.tensors(tap)
-    steers = () if steering is None else steering.tensors(tap)
+    changes = steering is not None and tap[1] not in READ_ONLY
+    steers = steering.tensors(tap) if changes else ()
     made = ResidualTap(slots, base, staging, *steers)
     if capture is not None and after is not None:
         made.after, *_ = capture.tensors(after)

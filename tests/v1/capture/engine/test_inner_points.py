@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -80,7 +81,10 @@ def gptj() -> transformers.PretrainedConfig:
 KINDS = {"llama": llama, "gemma2": gemma2, "mixtral": mixtral, "gptj": gptj}
 LACKS = {
     "mixtral": {"mlp_act"},
-    **{kind: {"router_logits"} for kind in ("llama", "gemma2", "gptj")},
+    **{
+        kind: {"router_logits", "expert_ids", "expert_weights"}
+        for kind in ("llama", "gemma2", "gptj")
+    },
 }
 
 
@@ -549,6 +553,25 @@ def test_the_router_is_told_which_experts_to_take(pair: Pair) -> None:
     pair.check_changed((0, "router_logits"), entry, lambda rows: logits.expand_as(rows))
 
 
+def test_weights_of_the_chosen_experts_are_changed(pair: Pair) -> None:
+    if pair.kind != "mixtral":
+        pytest.skip("no router")
+    own = {"vector": np.array([0.5, -0.25], np.float32)}
+    pair.check_changed(
+        (0, "expert_weights"), own, lambda rows: rows + torch.tensor([0.5, -0.25])
+    )
+    swapped = {"op": "replace", "vector": np.array([0.2, 0.8], np.float32)}
+    wanted = torch.tensor([0.2, 0.8])
+    pair.check_changed((1, "expert_weights"), swapped, lambda r: wanted.expand_as(r))
+
+
+def test_ids_of_experts_are_read_only(pair: Pair) -> None:
+    if pair.kind != "mixtral":
+        pytest.skip("no router")
+    with pytest.raises(SteeringValidationError, match="read-only.*router_logits"):
+        pair.ask(steering={"expert_ids": {0: [1.0, 2.0]}})
+
+
 def test_the_final_norm_is_changed_before_the_unembedding(pair: Pair) -> None:
     vector = torch.randn(
         pair.reference.rows[1, "final_norm"].shape[1],
@@ -582,12 +605,12 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_a_point_that_the_model_lacks_is_refused_by_name(pair: Pair) -> None:
-    (missing,) = LACKS[pair.kind]
-    why = "routed experts" if missing == "router_logits" else "inside of one kernel"
-    with pytest.raises(CaptureValidationError, match=f"{missing}.*{why}"):
-        pair.ask(hooks={missing: [0]})
-    with pytest.raises(SteeringValidationError, match=f"{missing}.*{why}"):
-        pair.ask(steering={missing: {0: [1.0] * WIDTH}})
+    for missing in LACKS[pair.kind]:
+        why = "inside of one kernel" if missing == "mlp_act" else "no routed experts"
+        with pytest.raises(CaptureValidationError, match=f"{missing}.*{why}"):
+            pair.ask(hooks={missing: [0]})
+        with pytest.raises(SteeringValidationError, match=f"{missing}.*{why}"):
+            pair.ask(steering={missing: {0: [1.0] * WIDTH}})
 
 
 STREAM = ("pre_attn", "post_attn", "post_block")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import Launch, capture_rows
 from vllm.model_executor.layers.residual.program_op import (
+    intervene_divided_rows,
     intervene_split_rows,
     intervene_wanted,
 )
@@ -48,6 +49,7 @@ CONDITIONS = {
     "steer_rows_ahead": WHOLE,
     "intervene_rows": THIRD,
     "intervene_split_rows": THIRD,
+    "intervene_divided_rows": SECOND,
 }
 """By op: an expression that is true whenever the op may have work to do. A number in
 braces stands for the argument at this position."""
@@ -59,6 +61,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "steer_split_rows": steer_split_rows,
     "intervene_rows": intervene_wanted,
     "intervene_split_rows": intervene_split_rows,
+    "intervene_divided_rows": intervene_divided_rows,
 }
 """By op: its function, of those that run on a CPU, called where the condition holds."""
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"

@@ -30,6 +30,7 @@ READERS = (
     "capture_divided_rows",
     "intervene_rows",
     "intervene_split_rows",
+    "intervene_divided_rows",
 )
 """Hook-point ops that read the stream if they launch.
 

@@ -214,7 +214,11 @@ class ResidualTap:
             hidden_states = hidden_states.clone()
         elif self.table is None:  # Nothing has made a copy before.
             hidden_states = hidden_states.clone(memory_format=torch.contiguous_format)
-        if partial is None:
+        if self.copies:
+            torch.ops.vllm.intervene_divided_rows(
+                hidden_states, index, rows, gates, self.copies, self.records
+            )
+        elif partial is None:
             torch.ops.vllm.intervene_split_rows(
                 hidden_states, residual, index, rows, gates, self.records
             )

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.residual.program_host import (
     execute_programs,
 )
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
-from vllm.model_executor.layers.residual.split_ops import share
+from vllm.model_executor.layers.residual.split_ops import gathered, share
 from vllm.utils.torch_utils import direct_register_custom_op
 
 
@@ -195,4 +195,53 @@ direct_register_custom_op(
     op_func=intervene_split_rows,
     mutates_args=["hidden", "residual", "gates"],
     fake_impl=_intervene_split_rows_fake,
+)
+
+
+def intervene_divided_rows(
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    copies: int,
+    records: torch.Tensor | None = None,
+) -> None:
+    """As `intervene_rows`, if each tensor-parallel rank has some numbers of each row.
+
+    Every rank computes whole rows, and so decides conditions alike.
+
+    Args:
+        hidden: `[T, W]` or `[1, T, W]`, this rank's numbers.
+        index: as in `intervene_rows`.
+        rows: likewise.
+        gates: likewise.
+        copies: the number of consecutive ranks that have the same numbers.
+        records: as in `intervene_rows`.
+
+    """
+    if not Launch.wants(index):
+        return
+    whole = gathered(hidden, copies)
+    intervene_wanted(whole, None, index, rows, gates, False, records)
+    width = hidden.shape[-1]
+    start = get_tensor_model_parallel_rank() // copies * width
+    hidden.copy_(whole[:, start : start + width].view(hidden.shape))
+
+
+def _intervene_divided_rows_fake(
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    copies: int,
+    records: torch.Tensor | None = None,
+) -> None:
+    return None
+
+
+direct_register_custom_op(
+    op_name="intervene_divided_rows",
+    op_func=intervene_divided_rows,
+    mutates_args=["hidden", "gates"],
+    fake_impl=_intervene_divided_rows_fake,
 )

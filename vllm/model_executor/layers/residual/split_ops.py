@@ -69,6 +69,24 @@ direct_register_custom_op(
 )
 
 
+def gathered(part: torch.Tensor, copies: int) -> torch.Tensor:
+    """All-gather the parts of rows.
+
+    Args:
+        part: `[T, W]` or `[1, T, W]`, the numbers of each row that this rank has.
+        copies: the number of consecutive ranks that have the same numbers.
+
+    Returns:
+        `[T, ranks * W / copies]`, whole rows in memory of their own.
+
+    """
+    rows = part.reshape(-1, part.shape[-1]).contiguous()
+    whole = tensor_model_parallel_all_gather(rows, -1)
+    if copies == 1:
+        return whole
+    return whole.unflatten(-1, (-1, copies, rows.shape[-1]))[:, :, 0].flatten(1)
+
+
 def capture_divided_rows(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
@@ -90,12 +108,7 @@ def capture_divided_rows(
     """
     if not Launch.wants(slots):
         return
-    part = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-    whole = tensor_model_parallel_all_gather(part, -1)
-    if copies > 1:
-        parts = whole.unflatten(-1, (-1, copies, part.shape[-1]))
-        whole = parts[:, :, 0].flatten(1)
-    capture_rows(whole, None, slots, base, staging, False)
+    capture_rows(gathered(hidden, copies), None, slots, base, staging, False)
 
 
 def _capture_divided_rows_fake(

@@ -83,13 +83,6 @@ def _last_row(spec: Spec) -> int:
 def _check_has_queries(spec: Spec) -> None:
     """Say why an engine that was started with the point `q` has none."""
     ctx = spec.ctx
-    if ctx.tensor_parallel_size > 1:
-        raise spec.fail(
-            "kind",
-            f"patterns are not computed: the keys are divided among "
-            f"{ctx.tensor_parallel_size} tensor-parallel ranks; start with "
-            "--tensor-parallel-size 1, or capture q and k",
-        )
     having = any("q" in points for points in ctx.hook_points.values())
     if having or "q" not in spec.server.optional_points:
         return

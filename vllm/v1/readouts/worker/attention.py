@@ -3,19 +3,19 @@
 
 Without this a user captures `q` and `k` of every token and multiplies on the host: the
 keys of a layer of an 8B model are 2 KiB for each token of the context, where 8 weights
-and positions a head come back here. One layer read for 1 of 32 requests takes 1.1 ms of
-a step (1B class, H100).
+and positions a head come back here.
 
-Legend: h heads, r rows (query tokens), c keys of the request. The rows of a job are as
-in `kinds.py`; rows of `q` that are wider than the stream take several of them.
+Legend: l layers, h heads, r rows (query tokens), c keys of the request. The rows of a
+job are as in `kinds.py`; rows of `q` that are wider than the stream take several.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.worker.jobs import Entry, Job
 from vllm.v1.readouts.worker.key_cache import KeyCache, why_unread
@@ -34,11 +34,32 @@ TIMES = 4
 """Most tensors of scores or keys at the same time."""
 
 
+class Alike(NamedTuple):
+    """Layers with heads and keys of one kind: one product serves all of them."""
+
+    places: list[int]
+    """Which of the readout's layers they are."""
+    cores: list[Any]
+    """Upstream's attention layers."""
+    queries: torch.Tensor  # [l, heads, r, head_size], float32; this rank's heads
+
+
+class Tokens(NamedTuple):
+    """The tokens of an entry, and the keys that are there for them."""
+
+    table: torch.Tensor
+    """The blocks of the request."""
+    first: torch.Tensor
+    """Position of the first token, a scalar on the device."""
+    context: int
+    """How many keys there are."""
+
+
 class AttentionPatterns:
     """Computes patterns of a worker's layers. Engine thread only.
 
     Works on the stream of the forward pass: the next step may write other keys into
-    the blocks.
+    the blocks. Each tensor-parallel rank computes those of its heads.
     """
 
     def __init__(
@@ -56,6 +77,10 @@ class AttentionPatterns:
         self._width = width
         self._device = device
         self._keys = KeyCache()
+        self._rank, self._ranks = (
+            get_tp_group().rank_in_group,
+            get_tp_group().world_size,
+        )
         self._held = CPU_SCORE_BYTES if device.type == "cpu" else SCORE_BYTES
         self._metadata: Any = None
         self._req_ids: Sequence[str] = ()
@@ -84,7 +109,7 @@ class AttentionPatterns:
     def compute(
         self, job: Job, rows: torch.Tensor, starts: Mapping[str, int], further: int
     ) -> Arrays:
-        """The patterns of a job's entries.
+        """The patterns of a job's entries. A collective under tensor parallelism.
 
         Args:
             job: of readouts of this kind.
@@ -104,95 +129,155 @@ class AttentionPatterns:
         found: Arrays = {}
         for number, entry in enumerate(job.entries):
             own = rows[entry.first : entry.first + entry.num_rows]
-            offset = entry.start - starts[entry.req_id]
-            parts = [
-                self._of_layer(
-                    job, entry, core, batch[entry.req_id], queries, offset, further
-                )
-                for core, queries in self._queries(entry, own.view(entry.count, -1))
-            ]
-            for label in parts[0]:
-                arrays = [part[label] for part in parts]
-                whole = arrays[0] if entry.readout.full else torch.stack(arrays, dim=1)
-                found[f"{number}.{label}"] = whole
+            row, offset = batch[entry.req_id], entry.start - starts[entry.req_id]
+            context = entry.start + further + entry.count
+            places: list[int] = []
+            parts: list[Arrays] = []
+            for alike in self._alike(entry, own.view(entry.count, -1)):
+                tokens = self._tokens(alike.cores[0], row, offset, context)
+                places += alike.places
+                parts.append(self._of_all_ranks(job, entry, alike, tokens))
+            arrays = _joined(parts, dim=1)
+            if places != sorted(places):
+                back = _on_device(job.kept, tuple(np.argsort(places)), self._device)
+                arrays = {label: one[:, back] for label, one in arrays.items()}
+            if entry.readout.full:
+                arrays = {label: one[:, 0] for label, one in arrays.items()}
+            found.update({f"{number}.{label}": one for label, one in arrays.items()})
         return found
 
-    def _queries(
-        self, entry: Entry, rows: torch.Tensor
-    ) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Each layer with its queries `[r, heads, head_size]` float32."""
+    def _alike(self, entry: Entry, rows: torch.Tensor) -> Iterator[Alike]:
+        """An entry's layers, by kind, with the queries of its `rows` `[r, numbers]`."""
+        kinds: dict[tuple[Any, ...], list[tuple[int, Any, torch.Tensor]]] = {}
         at = 0
-        for layer, _ in entry.readout.taps:
+        for place, (layer, _) in enumerate(entry.readout.taps):
             core = self._cores[layer]
-            numbers = core.num_heads * core.head_size
-            queries = rows[:, at : at + numbers]
-            at += self._width * -(-numbers // self._width)
-            if core.query_quant is None:
-                queries = queries.float()
-            else:  # Attention reads what is left of them in 8 bits.
-                rounded, _ = core.query_quant(queries.contiguous(), core._q_scale)
-                queries = rounded.float() * core._q_scale
-            yield core, queries.view(-1, core.num_heads, core.head_size)
+            here = core.num_heads * core.head_size
+            own = self._queries(core, rows[:, at + self._rank * here :][:, :here])
+            at += self._width * -(-here * self._ranks // self._width)
+            kinds.setdefault(self._kind(core), []).append((place, core, own))
+        for found in kinds.values():
+            places, cores, queries = map(list, zip(*found))
+            wide = torch.stack(queries).unflatten(-1, (-1, cores[0].head_size))
+            yield Alike(places, cores, wide.transpose(1, 2))
 
-    def _of_layer(
+    def _queries(self, core: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Queries as attention reads them, float32."""
+        if core.query_quant is None:
+            return rows.float()
+        rounded, _ = core.query_quant(rows.contiguous(), core._q_scale)
+        return rounded.float() * core._q_scale  # type: ignore[no-any-return]
+
+    def _kind(self, core: Any) -> tuple[Any, ...]:
+        """What layers have in common that are computed together."""
+        impl = core.impl
+        return (
+            core.num_heads,
+            core.num_kv_heads,
+            core.head_size,
+            core.kv_cache.shape[2],
+            core.sliding_window,
+            impl.scale,
+            impl.logits_soft_cap,
+            getattr(impl, "sinks", None) is None,
+            impl.alibi_slopes is None,
+            id(self._metadata[core.layer_name].block_table),
+        )
+
+    def _tokens(self, core: Any, row: int, offset: int, context: int) -> Tokens:
+        metadata = self._metadata[core.layer_name]
+        starts = metadata.query_start_loc
+        first = metadata.seq_lens[row] - starts[row + 1] + starts[row] + offset
+        return Tokens(metadata.block_table[row], first, context)
+
+    def _of_all_ranks(
+        self, job: Job, entry: Entry, alike: Alike, tokens: Tokens
+    ) -> Arrays:
+        """The patterns `[count, l, h, ...]` of layers that are alike."""
+        heads, ranks = entry.readout.heads, self._ranks
+        if ranks == 1:
+            return self._of_heads(job, entry, alike, tokens, heads)
+        count = alike.cores[0].num_heads
+        own = [n for n, head in enumerate(heads) if head // count == self._rank]
+        here = tuple(heads[n] % count for n in own)
+        part = self._of_heads(job, entry, alike, tokens, here) if here else {}
+        size = len(entry.readout.keys) or entry.readout.top_k or tokens.context
+        labels = ("weights", "keys") if entry.readout.top_k else ("weights",)
+        shape = len(labels), entry.count, len(alike.cores), len(heads), size
+        whole = torch.zeros(shape, device=self._device)
+        for place, label in enumerate(labels):
+            if part:  # A float32 holds every position of a token.
+                whole[place, :, :, own] = part[label].to(self._device).float()
+        found = dict(zip(labels, get_tp_group().all_reduce(whole)))
+        if "keys" in found:
+            found["keys"] = found["keys"].int()
+        return found
+
+    def _of_heads(
         self,
         job: Job,
         entry: Entry,
-        core: Any,
-        row: int,
-        queries: torch.Tensor,
-        offset: int,
-        further: int,
+        alike: Alike,
+        tokens: Tokens,
+        chosen: tuple[int, ...],
     ) -> Arrays:
-        """The patterns `[count, h, ...]` of one layer, computed piece by piece."""
-        readout, kept = entry.readout, job.kept
-        metadata = self._metadata[core.layer_name]
-        table = metadata.block_table[row]
-        starts = metadata.query_start_loc
-        first = metadata.seq_lens[row] - starts[row + 1] + starts[row] + offset
-        context = entry.start + further + entry.count
-        heads = _on_device(kept, readout.heads, self._device)
+        """Patterns `[count, l, h, ...]` of some heads, computed piece by piece."""
+        readout, kept, context = entry.readout, job.kept, tokens.context
+        heads = _on_device(kept, chosen, self._device)
         keys = _on_device(kept, readout.keys, self._device) if readout.keys else None
-        full = _full(entry, context, self._device) if readout.full else None
+        full = None
+        if readout.full:
+            pinned = self._device.type == "cuda"
+            full = torch.empty(entry.count, 1, len(chosen), context, pin_memory=pinned)
         places = torch.arange(context, device=self._device)
         bound = max(self._held // (4 * context), 1)  # Rows of all heads.
-        columns: list[Arrays] = []
-        for some in _pieces(len(readout.heads), bound):
-            pieces: list[Arrays] = []
-            for rows in _pieces(entry.count, max(bound // (some.stop - some.start), 1)):
-                own = torch.arange(rows.start, rows.stop, device=self._device)
-                behind = (first + own)[:, None] - places
-                hidden = _hidden(core, behind)
-                scores = self._scores(core, queries[rows], heads[some], table, context)
-                weights = _softmax(core, scores, heads[some], behind, hidden)
-                if full is not None:
-                    full[rows, some].copy_(weights.transpose(0, 1), non_blocking=True)
-                else:
-                    pieces.append(_chosen(readout, weights, hidden, keys))
-            if pieces:
-                columns.append(_joined(pieces, dim=0))
-        return {"weights": full} if full is not None else _joined(columns, dim=1)
+        # Where all rows fit, the fewest operations; else each key is read least often.
+        together = max(bound // (len(chosen) * entry.count), 1)
+        parts: list[Arrays] = []
+        for layers in _pieces(len(alike.cores), together):
+            columns: list[Arrays] = []
+            cores, each = alike.cores[layers], len(alike.cores[layers])
+            for some in _pieces(len(chosen), max(bound // each, 1)):
+                pieces: list[Arrays] = []
+                size = max(bound // (each * (some.stop - some.start)), 1)
+                for rows in _pieces(entry.count, size):
+                    own = torch.arange(rows.start, rows.stop, device=self._device)
+                    behind = (tokens.first + own)[:, None] - places
+                    hidden = _hidden(cores[0], behind)
+                    queries = alike.queries[layers, heads[some], rows]
+                    scores = self._scores(cores, queries, heads[some], tokens)
+                    weights = _softmax(cores, scores, heads[some], behind, hidden)
+                    if full is not None:
+                        full[rows, :, some].copy_(
+                            weights.permute(2, 0, 1, 3), non_blocking=True
+                        )
+                    else:
+                        pieces.append(_chosen(readout, weights, hidden, keys))
+                if pieces:
+                    columns.append(_joined(pieces, dim=0))
+            if columns:
+                parts.append(_joined(columns, dim=2))
+        return {"weights": full} if full is not None else _joined(parts, dim=1)
 
     def _scores(
         self,
-        core: Any,
-        queries: torch.Tensor,  # [r, heads, head_size]
+        cores: Sequence[Any],
+        queries: torch.Tensor,  # [l, h, r, head_size]
         heads: torch.Tensor,  # [h]
-        table: torch.Tensor,
-        context: int,
+        tokens: Tokens,
     ) -> torch.Tensor:
-        """Scaled products of queries and keys, `[h, r, c]`."""
-        block = core.kv_cache.shape[2]
-        queries = queries.index_select(1, heads).transpose(0, 1) * core.impl.scale
+        """Scaled products of queries and keys, `[l, h, r, c]`."""
+        core = cores[0]
+        block, context = core.kv_cache.shape[2], tokens.context
         kv_heads = heads // (core.num_heads // core.num_kv_heads)
-        scores = queries.new_empty(*queries.shape[:2], context)
-        size = 4 * len(heads) * block * core.head_size
-        for part in _pieces(-(-context // block), max(self._held // size, 1)):
-            keys = self._keys.read(core, table[part], kv_heads)
-            start, stop = part.start * block, min(part.stop * block, context)
-            products = torch.bmm(queries, keys[:, : stop - start].transpose(1, 2))
-            scores[:, :, start:stop] = products
-        return scores
+        flat = queries.flatten(0, 1) * core.impl.scale
+        each = 4 * len(flat) * block * core.head_size
+        products = []
+        for part in _pieces(-(-context // block), max(self._held // each, 1)):
+            keys = self._keys.read(cores, tokens.table[part], kv_heads)
+            products.append(torch.bmm(flat, keys.transpose(1, 2)))
+        scores = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        return scores[..., :context].view(*queries.shape[:3], -1)
 
 
 def _hidden(core: Any, behind: torch.Tensor) -> torch.Tensor:
@@ -204,58 +289,52 @@ def _hidden(core: Any, behind: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax(
-    core: Any,
-    scores: torch.Tensor,  # [h, r, c], overwritten
+    cores: Sequence[Any],
+    scores: torch.Tensor,  # [l, h, r, c], overwritten
     heads: torch.Tensor,
     behind: torch.Tensor,  # [r, c]
     hidden: torch.Tensor,  # [r, c]
 ) -> torch.Tensor:
-    """The weights of the keys, `[h, r, c]`; with a sink their sum is below 1."""
-    impl = core.impl
+    """The weights of the keys, `[l, h, r, c]`; with a sink their sum is below 1."""
+    impl = cores[0].impl
     if impl.logits_soft_cap:
         scores.div_(impl.logits_soft_cap).tanh_().mul_(impl.logits_soft_cap)
     if impl.alibi_slopes is not None:
-        slopes = impl.alibi_slopes.to(scores.device)[heads].float()
-        scores -= slopes[:, None, None] * behind
+        slopes = _stacked(cores, "alibi_slopes", heads)
+        scores -= slopes * behind
     scores.masked_fill_(hidden, -torch.inf)
-    most = scores.amax(dim=-1, keepdim=True)
-    sinks = getattr(impl, "sinks", None)
-    if sinks is not None:
-        sink = sinks[heads].float()[:, None, None]
-        most = torch.maximum(most, sink)
-    scores.sub_(most).exp_()
-    total = scores.sum(dim=-1, keepdim=True)
-    if sinks is not None:
-        total += (sink - most).exp()
-    return scores.div_(total)
+    if getattr(impl, "sinks", None) is None:
+        return scores.softmax(dim=-1)
+    sinks = _stacked(cores, "sinks", heads).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _stacked(cores: Sequence[Any], name: str, heads: torch.Tensor) -> torch.Tensor:
+    """One number of each head of some layers, `[l, h, 1, 1]` float32."""
+    numbers = [getattr(core.impl, name).to(heads.device)[heads] for core in cores]
+    return torch.stack(numbers).float()[:, :, None, None]
 
 
 def _chosen(
     readout: Readout,
-    weights: torch.Tensor,  # [h, r, c]
+    weights: torch.Tensor,  # [l, h, r, c]
     hidden: torch.Tensor,  # [r, c]
     keys: torch.Tensor | None,
 ) -> Arrays:
-    """The weights `[r, h, k]` of the wanted keys, and which these are."""
+    """The weights `[r, l, h, k]` of the wanted keys, and which these are."""
+    weights = weights.permute(2, 0, 1, 3)
     context = weights.shape[-1]
     if keys is not None:
         some = weights[..., keys.clamp(max=context - 1)]
-        some.masked_fill_(keys >= context, 0.0)
-        return {"weights": some.transpose(0, 1)}
+        return {"weights": some.masked_fill(keys >= context, 0.0)}
     count = min(readout.top_k, context)
     largest, where = weights.topk(count, dim=-1)
-    where.masked_fill_(hidden.expand_as(weights).gather(-1, where), -1)
-    missing = 0, readout.top_k - count
-    return {
-        "weights": torch.nn.functional.pad(largest, missing).transpose(0, 1),
-        "keys": torch.nn.functional.pad(where.int(), missing, value=-1).transpose(0, 1),
-    }
-
-
-def _full(entry: Entry, context: int, device: torch.device) -> torch.Tensor:
-    """`[count, h, c]` on the host."""
-    shape = entry.count, len(entry.readout.heads), context
-    return torch.empty(*shape, pin_memory=device.type == "cuda")
+    unseen = hidden[:, None, None].expand_as(weights).gather(-1, where)
+    where = where.int().masked_fill_(unseen, -1)
+    if missing := readout.top_k - count:
+        largest = torch.nn.functional.pad(largest, (0, missing))
+        where = torch.nn.functional.pad(where, (0, missing), value=-1)
+    return {"weights": largest, "keys": where}
 
 
 def _joined(parts: Sequence[Arrays], dim: int) -> Arrays:

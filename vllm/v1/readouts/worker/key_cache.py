@@ -5,6 +5,7 @@ Without it patterns would need the keys of all earlier tokens staged anew: those
 prefix-cache hit or an earlier chunk are only there.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,33 +57,42 @@ class KeyCache:
         """By layout of a cache on a CPU: where the numbers of its keys are."""
 
     def read(
-        self, core: Any, blocks: torch.Tensor, heads: torch.Tensor
+        self, cores: Sequence[Any], blocks: torch.Tensor, heads: torch.Tensor
     ) -> torch.Tensor:
-        """The keys of some heads.
+        """The keys of some heads of layers whose caches are alike.
 
         Args:
-            core: the attention layer; `why_unread` is empty.
+            cores: the attention layers; `why_unread` is empty.
             blocks: `[n]`, on the device.
             heads: KV heads `[h]`, on the device; may repeat.
 
         Returns:
-            `[h, n * block size, head_size]` float32, scaled as attention scales them.
+            `[l * h, n * block size, head_size]` float32, scaled as attention scales
+            them.
 
         """
+        where = blocks.long()[:, None], heads
+        block, size = cores[0].kv_cache.shape[2], cores[0].head_size
+        shape = len(cores), len(heads), len(blocks), block, size
+        keys = torch.empty(*shape, device=blocks.device)
+        for own, core in zip(keys, cores):
+            own.copy_(self._part(core, where).transpose(0, 1))
+            if core.kv_cache_dtype in FP8:
+                own.mul_(_scale(core, heads))
+        return keys.view(-1, len(blocks) * block, size)
+
+    def _part(
+        self, core: Any, where: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Keys as they are kept, `[n, h, block size, head_size]`."""
         cache, size = core.kv_cache, core.head_size
         count, kv_heads, block, _ = cache.shape
-        where = blocks.long()[:, None], heads
         if core.attn_backend.get_name() == CPU:
             flat = cache.view(count, kv_heads, -1)[..., : block * size]
-            part = flat[where][..., self._order(core, block)]
-            part = part.view(len(blocks), len(heads), block, size)
+            part = flat[where][..., self._order(core, block)].unflatten(-1, (block, -1))
         else:
             part = cache[..., :size][where]
-        if core.kv_cache_dtype in FP8:
-            keys = part.view(_fp8(core)).float() * _scale(core, heads)
-        else:
-            keys = part.float()
-        return keys.transpose(0, 1).reshape(len(heads), -1, size)
+        return part.view(_fp8(core)) if core.kv_cache_dtype in FP8 else part
 
     def _order(self, core: Any, block: int) -> torch.Tensor:
         """`[block * head_size]`: where in a block the keys' numbers are, by token.
@@ -135,6 +145,6 @@ def _fp8(core: Any) -> torch.dtype:
 
 
 def _scale(core: Any, heads: torch.Tensor) -> torch.Tensor:
-    """The scale of the keys, of each head where there are several: `[h, 1, 1]`."""
+    """The scale of the keys, of each head where there are several."""
     scale: torch.Tensor = core._k_scale.flatten()
-    return scale[heads][:, None, None] if len(scale) > 1 else scale
+    return scale[heads][:, None, None, None] if len(scale) > 1 else scale

@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+SHARED = ("lens", "attention")
+"""Operations in whose collectives the ranks without rows take part."""
+
 RowsOfJob: TypeAlias = tuple[Job, torch.Tensor | None]
 """A job with its rows `[R, hidden_size]`; None on ranks that have no rows."""
 Work: TypeAlias = tuple[Job, torch.Tensor | Arrays | str]
@@ -307,8 +310,7 @@ class WorkerReadouts:
             if job.key == SEND:
                 rows = self._rows(job, staging, first_row) if self._has_rows else None
                 message.add_rows(job, rows, further)
-            elif job.key[0] != "step" and (self._has_rows or job.key[0] == "lens"):
-                # Other ranks take part only in the head's collectives.
+            elif job.key[0] != "step" and (self._has_rows or job.key[0] in SHARED):
                 work.append((job, self._tried(job, staging, first_row, further)))
         if not self._stages.is_last:
             message.results += self._results(work, further)
@@ -429,17 +431,20 @@ class WorkerReadouts:
         What reduces rows or reads the KV cache is computed here, on the stream of the
         pass.
         """
-        if not self._has_rows:  # Rank 0 sends them.
-            return staging.new_empty(len(job.index), self._width)
         began = perf_counter()
-        if job.key[0] == "attention":
+        if job.key[0] != "reduce":
+            if self._has_rows:
+                rows = self._rows(job, staging, first_row)
+            else:  # Rank 0 sends them.
+                rows = staging.new_empty(len(job.index), self._width)
+            if job.key[0] != "attention":
+                return rows
             assert self._job_set is not None, "only a job set has jobs"
-            rows, starts = self._rows(job, staging, first_row), self._job_set.starts
-            patterns = self.patterns.compute(job, rows, starts, further)
+            if self._shared:
+                rows = get_tp_group().broadcast(rows, src=0)
+            patterns = self.patterns.compute(job, rows, self._job_set.starts, further)
             self._count(job, len(rows), began)
             return patterns
-        if job.key[0] != "reduce":
-            return self._rows(job, staging, first_row)
         found = reduce_rows(job, staging, first_row)
         self._count(job, sum(entry.num_rows for entry in job.entries), began)
         for entry in job.entries:

@@ -119,8 +119,6 @@ class SteeringAdmission:
         for name in given:
             setattr(params, name, None)
         if receipt:
-            for one in (tiers, *self.shared.possible):
-                self.model.placement.check_receipt(one.taps)
             tiers = structs.replace(tiers, receipt=True)
         if receipt or any(one.needs_prompt for one in tiers.conditions):
             # Tokens of cached blocks are not computed: they would have neither doses

@@ -235,7 +235,6 @@ def parse_entry(
     main = next((values[n] for n in MAIN if values.get(n) is not None), NO_VECTOR)
     others = {name: values[name] for name in OTHERS if values.get(name) is not None}
     norm_match = values.get("norm_match", False)
-    model.placement.check_entry(tap, op, norm_match, at)
     directed = norm_match or op in ("project_out", "clamp", "swap")
     if directed and not main.any(axis=-1).all():
         raise fail(

@@ -18,7 +18,7 @@ from vllm.v1.residual.addresses import (
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
-from vllm.v1.residual.tap import HOOK_NAMES, INNER_POINTS, Tap
+from vllm.v1.residual.tap import HOOK_NAMES, INNER_POINTS, READ_ONLY, Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Vector
@@ -338,6 +338,13 @@ def _checked_tap(layer: int, hook: str, model: SteeredModel, at: str) -> Tap:
             f"{list(having)}{why_not(hook, model.missing)}",
             at,
             layer,
+        )
+    if hook in READ_ONLY:
+        raise fail(
+            f"{at}: {hook} is read-only: its numbers are those of experts; change "
+            "router_logits to force one, or expert_weights",
+            at,
+            hook,
         )
     return layer, hook
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instructions of operations, and their vectors on the device."""
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from msgspec.structs import replace
 
 from vllm.model_executor.layers.residual.program import (
     Activation,
@@ -18,15 +16,13 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.operations import Operation, packed_arrays
+from vllm.v1.steering.operations import Operation
 from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.worker.features import (
     SAEs,
     carried_instruction,
     feature_instruction,
 )
-
-NO_COLUMNS: Mapping[Tap, slice] = MappingProxyType({})
 
 FIRST_ROW = 0
 """Placeholder for the row offset of instructions with one row per position."""
@@ -77,15 +73,6 @@ def draft_sum(vector: Vector, vectors: Vectors) -> Draft:
     """Draft the addition of a vector as given."""
     at = vectors.add(vector)
     return lambda table: Instruction(Kind.LINEAR, table[at : at + 1], c0=1.0)
-
-
-def _cut(one: Operation, columns: slice) -> Operation:
-    """An addition or a replacement on some columns of the rows only."""
-    rows = one.vector.reshape(one.num_rows or 1, -1)[:, columns]
-    mask = one.details.array("mask")
-    arrays = () if mask is None else packed_arrays({"mask": mask[columns]})
-    details = replace(one.details, arrays=arrays)
-    return replace(one, data=rows.tobytes(), details=details)
 
 
 def _draft(one: Operation, vectors: Vectors) -> Draft:
@@ -228,20 +215,9 @@ class Bank:
         device: torch.device,
         num_bytes: int = 0,
         saes: SAEs | None = None,
-        columns: Mapping[Tap, slice] = NO_COLUMNS,
     ) -> None:
-        """Reserve `num_bytes` on the device.
-
-        Args:
-            width_at: the width of this rank's rows at a hook point.
-            device: of the vectors.
-            num_bytes: to reserve.
-            saes: finds SAEs by name.
-            columns: of hook points that ranks divide, which numbers of a row it has.
-
-        """
+        """Reserve `num_bytes` on the device; `width_at` has each hook point's width."""
         self._width_at = width_at
-        self._columns = columns
         self._saes = saes
         self._device = device
         self._kept: WeakValueDictionary[str, Kept] = WeakValueDictionary()
@@ -272,8 +248,6 @@ class Bank:
 
     def _drafted(self, one: Operation, vectors: Vectors) -> Draft:
         if one.details.feature is None:
-            if (columns := self._columns.get(one.tap)) is not None:
-                one = _cut(one, columns)
             return _draft(one, vectors)
         assert self._saes is not None, "admission has checked the SAEs"
         made = feature_instruction(one, self._saes)

@@ -27,7 +27,7 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
-from vllm.v1.steering.worker.bank import NO_COLUMNS, Bank
+from vllm.v1.steering.worker.bank import Bank
 from vllm.v1.steering.worker.dose_memory import DoseMemory
 from vllm.v1.steering.worker.features import (
     ENGINES,
@@ -74,7 +74,6 @@ class SteeringTables:
         saes: SAEs | None = None,
         num_recorded: int = 0,
         shapes: Shapes = NO_SHAPES,
-        columns: Mapping[Tap, slice] = NO_COLUMNS,
     ) -> None:
         self._taps = frozenset(taps)
         # Inside the block, programs perform plain additions as well.
@@ -95,9 +94,7 @@ class SteeringTables:
         self.programs = ProgramIndex(taps, num_rows, num_tokens, device, num_recorded)
         """The programs of operations, with the same row numbers."""
         self._width = width
-        self.bank = Bank(
-            partial(width_at, shapes, width), device, bank_bytes, saes, columns
-        )
+        self.bank = Bank(partial(width_at, shapes, width), device, bank_bytes, saes)
         """The vectors of those operations."""
         self._doses = DoseMemory(num_tokens, device)
         self.fired = FiredCounts(device)

@@ -2,7 +2,7 @@
 """Steering in one worker process, as the runner's adapter calls it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import lt
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from vllm.v1.steering.slots import (
     decode_row,
     prefill_row,
 )
-from vllm.v1.steering.worker.bank import NO_COLUMNS
 from vllm.v1.steering.worker.doses import Route, StepDoses
 from vllm.v1.steering.worker.dynamic import DynamicSteering
 from vllm.v1.steering.worker.features import SAEs
@@ -69,7 +68,6 @@ class WorkerSteering:
         saes: SAEs | None = None,
         doses: Route = Route.OUTPUT,
         shapes: Shapes = NO_SHAPES,
-        columns: Mapping[Tap, slice] = NO_COLUMNS,
     ) -> None:
         """Allocate the tables.
 
@@ -81,8 +79,7 @@ class WorkerSteering:
             device: of the residual stream.
             saes: finds SAEs by name.
             doses: where the doses of requests with a receipt go.
-            shapes: of hook points that differ from the stream, as this rank has rows.
-            columns: of those that ranks divide, which numbers of a row it has.
+            shapes: of hook points that differ from the stream.
 
         """
         config = vllm_config.steering_config
@@ -95,17 +92,7 @@ class WorkerSteering:
         bank = vllm_config.steering_config.bank_bytes
         recorded = graphs if device.type == "cuda" else 0
         self.tables = SteeringTables(
-            taps,
-            rows,
-            width,
-            dtype,
-            device,
-            size,
-            bank,
-            saes,
-            recorded,
-            shapes,
-            columns,
+            taps, rows, width, dtype, device, size, bank, saes, recorded, shapes
         )
         self._vectors_of = TokenRows(size, device)
         self._programs_of = TokenRows(size, device)
