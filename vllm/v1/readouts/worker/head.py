@@ -2,7 +2,7 @@
 """The model's final norm and unembedding, applied to rows of any layer."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -103,8 +103,6 @@ class Head:
         """Why a lens is not possible; empty if it is."""
         self.keeps_logits = True
         """False on ranks that only take part in gathering them."""
-        self.pass_stream: torch.cuda.Stream | None = None
-        """The stream of the passes, if logits are computed in the order of these."""
         self._model: Any = model
         self.norm: Any = None
         self.divisor = 1.0
@@ -151,39 +149,17 @@ class Head:
             a rank that keeps no logits.
 
         """
-        # Memory that two streams use is freed late, so that of one batch at most.
-        several = len(rows) > self._rows_at_once
-        with self.in_order() if several else nullcontext():
-            wanted = torch.tensor(tokens, device=rows.device) if tokens else None
-            parts = []
-            for start in range(0, len(rows), self._rows_at_once):
-                span = slice(start, start + self._rows_at_once)
-                with self.in_order():
-                    found = self.logits(rows[span], adapters and adapters[span])
-                if found is None or not self.keeps_logits:
-                    continue
-                if found.is_cuda:
-                    found.record_stream(torch.cuda.current_stream())
+        wanted = torch.tensor(tokens, device=rows.device) if tokens else None
+        parts = []
+        for start in range(0, len(rows), self._rows_at_once):
+            span = slice(start, start + self._rows_at_once)
+            found = self.logits(rows[span], adapters and adapters[span])
+            if found is not None and self.keeps_logits:
                 parts.append(_whole_values(found, top_k, wanted))
-            if len(parts) == 1:
-                return parts[0]
-            names = parts[0] if parts else ()
-            return {name: torch.cat([part[name] for part in parts]) for name in names}
-
-    @contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Use the stream of the passes, if it must be; the current one waits for it.
-
-        Ranks then gather logits between the same collectives of their passes, and
-        adapters are those that are loaded. Only what follows runs beside the next pass.
-        """
-        if self.pass_stream is None:
-            yield
-            return
-        beside = torch.cuda.current_stream()
-        with torch.cuda.stream(self.pass_stream):
-            yield
-        beside.wait_stream(self.pass_stream)
+        if len(parts) == 1:
+            return parts[0]
+        names = parts[0] if parts else ()
+        return {name: torch.cat([part[name] for part in parts]) for name in names}
 
     def normed(self, rows: torch.Tensor) -> torch.Tensor:
         """What the final norm makes of rows `[n, hidden_size]`."""

@@ -75,8 +75,7 @@ class Operations:
                 return {}
             case ("lens", top_k, tokens, translator):
                 if translator is not None:
-                    with self._head.in_order():
-                        rows = translated(job, rows, translator)
+                    rows = translated(job, rows, translator)
                 adapters = self._adapters(job) if self._head.has_adapters else None
                 return self._head.lens_values(rows, top_k, tokens, adapters)
             case ("sae", SparseAutoencoder() as sae, top_k, features):

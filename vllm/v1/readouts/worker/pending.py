@@ -46,6 +46,8 @@ class PendingReadouts:
     """Token position of each request's first row in the step, less `shift`."""
     shift: int = 0
     done: "torch.cuda.Event | None" = None
+    kept: list[Any] = field(default_factory=list)
+    """References to tensors that the device may still be reading."""
     split: Mapping[str, Mapping[str, tuple[Tap, ...]]] = field(default_factory=dict)
     """By request and name: the taps of readouts of which stages compute parts."""
     table: TokenTable | None = None
@@ -55,6 +57,7 @@ class PendingReadouts:
         """Wait for the copies and return the results by request id."""
         if self.done is not None:
             self.done.synchronize()
+        self.kept.clear()
         if self.table is not None and self._stays_whole():
             # Copied, because pinned memory is scarce and these wait for later steps.
             arrays = [

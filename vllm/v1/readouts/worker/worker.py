@@ -72,8 +72,8 @@ class WorkerReadouts:
     """Computes readouts on the device. Engine thread only.
 
     Rows are copied out of staging memory on the stream of the forward pass, so that the
-    next step can reuse the memory. The computation itself runs on a side stream, but
-    for what must be in the order of the passes, see `Head.in_order`.
+    next step can reuse the memory. Without tensor parallelism the computation itself
+    runs on a side stream.
     """
 
     def __init__(
@@ -125,11 +125,10 @@ class WorkerReadouts:
         self._job_set: JobSet | None = None
         self._pending: PendingReadouts | None = None
         self._beside: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._beside = torch.cuda.Stream(device)
         # Collectives on two streams could run in different orders on different ranks; a
         # later step may load other adapters while a lens uses them.
-        self._ordered = self._shared or adapts
+        if device.type == "cuda" and not self._shared and not adapts:
+            self._beside = torch.cuda.Stream(device)
         self.on_rows: Callable[[Sequence[RowsOfJob], int], None] | None = None
         """Takes the rows of consumers that run within the step, on every rank of the
         stage; `further` is added to the positions of the jobs' entries."""
@@ -391,22 +390,18 @@ class WorkerReadouts:
         done = None
         stream: AbstractContextManager[object] = nullcontext()
         if self._beside is not None:
-            main = torch.cuda.current_stream()
-            self.head.pass_stream = main if self._ordered else None
-            self._beside.wait_stream(main)
+            self._beside.wait_stream(torch.cuda.current_stream())
             stream = torch.cuda.stream(self._beside)
-            for _, rows in work:
-                if isinstance(rows, torch.Tensor):
-                    rows.record_stream(self._beside)
         with stream:
             results = _on_host([*message.results, *self._results(work, further)])
+        if self._device.type == "cuda":
+            done = torch.cuda.Event(blocking=True)
+            done.record(self._beside or torch.cuda.current_stream())
         if not self._has_rows:
             return
-        if self._beside is not None:
-            done = torch.cuda.Event(blocking=True)
-            done.record(self._beside)
+        kept = [*work, *message.results]
         self._pending = PendingReadouts(
-            results, starts, further, done, dict(self._split), table
+            results, starts, further, done, kept, dict(self._split), table
         )
 
     def take(self) -> PendingReadouts | None:
@@ -465,8 +460,7 @@ class WorkerReadouts:
             result = JobResult(job.entries, further, {})
             if isinstance(rows, torch.Tensor):
                 if self._shared and job.key[0] == "lens":
-                    with self.head.in_order():
-                        rows = get_tp_group().broadcast(rows, src=0)
+                    rows = get_tp_group().broadcast(rows, src=0)
                 try:
                     result.arrays = self._operations.compute(job, rows, result)
                 except Exception as error:
@@ -511,8 +505,6 @@ def _on_host(results: Sequence[JobResult]) -> list[JobResult]:
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:
     """Start a copy to the host; valid once the current stream has reached it."""
-    if values.is_cuda:  # It may be the memory of another stream.
-        values.record_stream(torch.cuda.current_stream())
     if values.dtype == torch.bfloat16:
         values = values.float()  # NumPy has no bfloat16.
     if values.device.type == "cpu":
