@@ -5,14 +5,12 @@ import json
 import multiprocessing
 import multiprocessing.process
 import os
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import psutil
@@ -26,6 +24,8 @@ from tests.capture_dataset._collecting import (
     planned,
     write_source,
 )
+from tests.interop.ray.conftest import node
+from tests.interop.ray.waiting import PATIENCE_SECONDS, until
 from vllm.capture_dataset import load_dataset, ray_cluster
 from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import NAME, Manifest
@@ -37,46 +37,13 @@ from vllm.v1.capture.errors import CaptureValidationError
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(3000)]
 
 MODEL = ROOT / "examples/demo_model/weights"
-PATIENCE_SECONDS = 600
 SHARD_BYTES = 16_000
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    """A cluster of this machine, with room for four engines: address and process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block"]
-    command += [f"--port={port}", "--num-cpus=4", "--num-gpus=0"]
-    command += ["--include-dashboard=false", "--disable-usage-stats"]
-    command += [f"--object-store-memory={200 << 20}", "--node-ip-address=127.0.0.1"]
-    log = tmp_path_factory.mktemp("cluster") / "log"
-    with log.open("wb") as opened:
-        head = subprocess.Popen(
-            command,
-            stdout=opened,
-            stderr=opened,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-    until(lambda: b"Ray runtime started" in log.read_bytes() or head.poll() is not None)
-    assert head.poll() is None, log.read_text()
-    yield f"127.0.0.1:{port}", head.pid
-    os.killpg(head.pid, signal.SIGKILL)
-    head.wait()
 
 
 @pytest.fixture
 def cluster(head: tuple[str, int]) -> str:
     """Its address."""
     return head[0]
-
-
-def until(reached: Callable[[], Any]) -> None:
-    deadline = monotonic() + PATIENCE_SECONDS
-    while not reached() and monotonic() < deadline:
-        sleep(0.02)
 
 
 class SlowRunner(FakeRunner):
@@ -256,3 +223,28 @@ def test_a_folder_that_a_node_does_not_share_is_refused(
 def test_a_cluster_that_is_not_there_is_refused() -> None:
     with pytest.raises(CaptureValidationError, match="no cluster answers at"):
         connect("127.0.0.1:1", None)
+
+
+NO_VLLM = """
+import importlib.metadata as metadata
+
+found = metadata.version
+
+def version(name):
+    if name == "vllm":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+
+metadata.version = version
+"""
+
+
+def test_a_node_without_the_fork_is_refused(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_VLLM)
+    options = [f"--address={cluster}", "--num-cpus=1"]
+    said = r"node \S+ \(\S+\) has no vllm, and this machine vllm .*; install the same"
+    with (
+        node(options, tmp_path / "log", [str(tmp_path), *sys.path]),
+        pytest.raises(CaptureValidationError, match=said),
+    ):
+        connect(cluster, None)
