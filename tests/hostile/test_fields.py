@@ -68,7 +68,8 @@ MEANT = {
 PEERS = (
     *("extra_args", "hidden_states", "control_vector", "sae_clamp_specs"),
     *("sae_full_reconstruction_specs", "controller", "intervene", "interventions"),
-    *("hotwire", "cvec", "sae_features"),
+    *("hotwire", "cvec", "sae_features", "repe", "pyvene", "edits", "add_hook"),
+    *("run_with_cache", "names_filter"),
 )
 """Fields that other systems give a meaning to."""
 
@@ -115,6 +116,27 @@ def test_no_request_ignores_a_field_with_a_term_of_the_field(kind: Any) -> None:
         with pytest.raises(VLLMValidationError) as refused:
             kind.model_validate({"model": "m", name: {"a": 1}})
         assert refused.value.parameter == name
+
+
+@pytest.mark.parametrize(("kind", "body"), KINDS)
+@pytest.mark.parametrize(
+    "ours",
+    [
+        {"capture": {"inline": {}}},
+        {"steering_vectors": {"post_block": {"0": [1.0]}}},
+        {"readouts": {"n": {"kind": "norm"}}},
+    ],
+)
+def test_beside_a_field_of_ours_every_unknown_one_is_refused(
+    kind: Any, body: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    body = {"model": "m", **body, **ours}
+    kind.model_validate({**body, "store": True, "metadata": {"a": "b"}, "top_k": 3})
+    for name in ("colour", "positions", "layer", "x" * 1000):
+        with pytest.raises(VLLMValidationError, match="no such field") as refused:
+            kind.model_validate({**body, name: 1})
+        assert refused.value.parameter == name[:60]
+        assert len(str(refused.value)) < 300
 
 
 def test_a_plugin_may_read_such_keys() -> None:

@@ -3,7 +3,8 @@
 
 Upstream's request classes ignore unknown fields. A field that captures, steers or
 patches in another system, or is misspelt, must not be ignored: the response would look
-valid but would not do what was asked.
+valid but would not do what was asked. A request with a field of ours therefore has
+known fields only, and any other none that means something like ours.
 
 A supported field is a field of the request's class. A supported key of `vllm_xargs` and
 `extra_args` is listed in `HONOURED_ARGS`.
@@ -13,6 +14,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from openai.types import chat, completion_create_params
 from pydantic import model_validator
 
 from vllm.exceptions import VLLMValidationError
@@ -75,23 +77,28 @@ FOREIGN: dict[str, str] = {
     "capture_qk": _NO_QK,
     "activations_transport": "leave it out; for rows in binary form use capture and "
     "the header Accept: application/safetensors",
-    "hooks": f"send them as apply_hooks; {_LENS}",
+    **dict.fromkeys(
+        ("hook", "hooks", "add_hook", "fwd_hooks"),
+        f"use readouts and steering_vectors; or send them as apply_hooks, and {_LENS}",
+    ),
     # Of other servers and clients.
     "extra_args": "it is a parameter of SamplingParams; over HTTP use vllm_xargs",
-    "hidden_states": _CAPTURE_ALL,
-    "output_hidden_states": _CAPTURE_ALL,
-    "return_hidden_states": _CAPTURE_ALL,
-    "control_vector": _STEER,
-    "control_vectors": _STEER,
+    **dict.fromkeys(
+        (
+            *("hidden_states", "output_hidden_states", "return_hidden_states"),
+            *("run_with_cache", "names_filter"),
+        ),
+        _CAPTURE_ALL,
+    ),
+    **dict.fromkeys(
+        (
+            *("control_vector", "control_vectors", "cvec", "repe", "hotwire"),
+            *("intervene", "intervention", "interventions", "pyvene", "edits"),
+        ),
+        _STEER,
+    ),
     "controller": _SAE,
-    "intervene": _STEER,
-    "intervention": _STEER,
-    "interventions": _STEER,
-    "hotwire": _STEER,
-    "hook": f"send it as apply_hooks; {_LENS}",
-    "fwd_hooks": f"send them as apply_hooks; {_LENS}",
     "sae_features": _SAE,
-    "cvec": _STEER,
     "nnsight": "code of a client does not run here; use capture, readouts and "
     "steering_vectors",
 }
@@ -130,6 +137,12 @@ _UNREAD = {
 }
 """Fields that a request may lack, in which clients nest ours: why they are not read."""
 
+OPENAI: frozenset[str] = frozenset(
+    {**completion_create_params.CompletionCreateParamsBase.__annotations__}
+    | {**chat.completion_create_params.CompletionCreateParamsBase.__annotations__}
+)
+"""Fields of OpenAI's API, which its client sends whether a server knows them or not."""
+
 ARGS = ("vllm_xargs", "extra_args")
 """Fields that hold arguments for extensions."""
 
@@ -162,7 +175,9 @@ def refuse_unsupported(model_class: Any, data: Any) -> None:
         _refuse_other_kinds(name, data[name])
     for name in ARGS:
         refuse_args(data.get(name), name)
-    refuse_unknown(data.keys() - known, known & set(FIELDS))
+    unknown = data.keys() - known
+    refuse_unknown(unknown, known & set(FIELDS))
+    _refuse_beside_ours(unknown - OPENAI, data)
     _refuse_nested(model_class, data)
     _refuse_shared_request_id(data)
 
@@ -195,6 +210,22 @@ def refuse_unknown(
             where,
             f"{where}: there is no such field, and nothing is ignored; "
             f"{remedy or _meant(name, known)}",
+        )
+
+
+def _refuse_beside_ours(unknown: Iterable[Any], data: Mapping[str, Any]) -> None:
+    """Reject every unknown field of a request that captures, reads or steers.
+
+    In other requests upstream ignores them, as clients of many servers rely on.
+    """
+    names = sorted(map(str, unknown))
+    ours = next((name for name in FIELDS if data.get(name) is not None), None)
+    if names and ours is not None:
+        shown = names[0][:60]
+        raise _error(
+            shown,
+            f"{shown}: there is no such field, and beside {ours} nothing is ignored; "
+            "leave it out",
         )
 
 
