@@ -37,7 +37,7 @@ MAP: dict[str, tuple[str, ...]] = {
     # The features know what they share, and nothing of each other.
     "vllm.v1.capture": (*SHARED, "vllm.config"),
     "vllm.v1.steering": (*SHARED, "vllm.config"),
-    "vllm.v1.readouts": (*SHARED, "vllm.config"),
+    "vllm.v1.readouts": (*SHARED, "vllm.config", "clearbox_client"),  # In notebooks.
     "vllm.v1.hooks": (*SHARED, "vllm.config"),
     # One place for each process, in which the features meet.
     "vllm.v1.residual.frontend": (*ENGINE, "vllm.v1.residual.core"),

@@ -67,6 +67,16 @@ class ReadoutResult:
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
 
+    def _repr_html_(self) -> str | None:
+        """For notebooks, as a client shows it; None without `clearbox-client`."""
+        try:
+            from clearbox_client.readouts import Readout as Shown
+        except ImportError:
+            return None
+        return Shown(
+            self.kind, self.positions, list(self.taps), self.arrays, self.error
+        )._repr_html_()
+
     def __repr__(self) -> str:
         parts = [
             self.kind,
