@@ -55,6 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--max-model-len", "256", "--max-num-seqs", "16"),
         *("--patch-source-cache-bytes", str(CACHE)),
         *("--hook-points", "q", "z", "attn_out", "mlp_act"),
+        *("router_logits", "expert_ids"),
     )
     yield opened
     opened.close()
@@ -162,6 +163,43 @@ def test_heads_and_points_inside_the_block_are_swept(
     heads = shapes[0][1]
     assert heads > 1 and shapes == [(3, heads, 1)] * 2 + [(3, 1)] * 2
     assert client.drop_run("inside")
+
+
+ZERO_HEAD = {"op": "replace", "vector": 0, "heads": [1]}
+
+
+def test_a_request_zeroes_a_head(server: Server) -> None:
+    plain = difference(server, CLEAN)
+    # The second half of the width, in the words of an operation without heads.
+    mask = [0.0] * 32 + [1.0] * 32
+    half = {"op": "replace", "vector": [0.0] * 64, "mask": mask}
+    expected = difference(server, CLEAN, steering_vectors={"z": {"1": half}})
+    assert abs(expected - plain) > 1e-4
+    zeroed = {"z": {"1": ZERO_HEAD}}
+    found = difference(server, CLEAN, steering_vectors=zeroed)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("hook", "entry", "part"),
+    [
+        ("k", ZERO_HEAD, "--hook-points k"),
+        ("z", {**ZERO_HEAD, "heads": [2]}, "heads 0 to 1"),
+        ("z", {**ZERO_HEAD, "heads": []}, "must list heads"),
+        ("mlp_act", ZERO_HEAD, "consist of heads"),
+        ("mlp_act", {"vector": [1.0] * 64}, "96"),
+        ("router_logits", {"vector": [1.0] * 64}, "no routed experts"),
+        ("expert_ids", {"vector": [1.0] * 64}, "no routed experts"),
+    ],
+)
+def test_what_does_not_fit_inside_the_block_is_refused(
+    server: Server, hook: str, entry: dict[str, Any], part: str
+) -> None:
+    body = {"model": "tiny", "prompt": CLEAN, "max_tokens": 1}
+    body |= {"steering_vectors": {hook: {"1": entry}}}
+    reply = server.post("/v1/completions", body)
+    assert reply.status == 400, reply
+    assert part in json.dumps(reply.body), reply
 
 
 def test_cells_whose_run_was_dropped_are_null_with_the_reason(
