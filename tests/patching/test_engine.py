@@ -264,7 +264,9 @@ def test_a_probe_is_a_metric(swept: Any) -> None:
 def test_a_run_stays_under_a_name_and_is_used_again(swept: Any) -> None:
     llm, _ = swept
     asked: dict[str, Any] = {"positions": [3], "answer": ANSWER, "foil": FOIL}
-    first = patch_sweep(llm, CLEAN, CORRUPT, run="kept", progress=False, **asked)
+    first = patch_sweep(
+        llm, CLEAN, CORRUPT, run="kept", progress=False, resume=False, **asked
+    )
     again = patch_sweep(llm, CLEAN, CORRUPT, run="kept", progress=False, **asked)
     alone = patch_sweep(llm, None, CORRUPT, run="kept", progress=False, **asked)
     for other in (again, alone):

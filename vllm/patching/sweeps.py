@@ -40,6 +40,9 @@ class Axes(TypedDict, total=False):
     """The weight of the inserted row, 1 to replace."""
     mask: Any
     """Weights of its dimensions, or `{"indices": [...]}`."""
+    resume: bool
+    """Permits cells that begin at the patched layer. Their values would be the same;
+    today each cell runs all layers."""
     progress: bool
     """Whether a long sweep shows a bar."""
     on_cell: Callable[[Found], Any] | None
@@ -140,6 +143,7 @@ def _swept(llm: Any, axes: Axes, **asked: Any) -> PatchResult:
     from vllm.patching import offline, remote
 
     given: dict[str, Any] = {**axes, **asked}
+    given.pop("resume", None)
     progress, on_cell = given.pop("progress", True), given.pop("on_cell", None)
     run = remote.run if hasattr(llm, "patch_events") else offline.run
     return run(llm, Sweep(**given), progress, on_cell, given.get("run") is not None)
