@@ -197,11 +197,8 @@ def find_inner_points(
 
 def norms_with_logits(model: nn.Module) -> bool:
     """Whether the final norm is computed with the logits, of those tokens only."""
-    return any(
-        "norm" in type(module).compute_logits.__code__.co_names
-        for module in model.modules()
-        if hasattr(type(module), "compute_logits")
-    )
+    functions = [getattr(type(one), "compute_logits", None) for one in model.modules()]
+    return any("norm" in made.__code__.co_names for made in functions if made)
 
 
 def why_missing(

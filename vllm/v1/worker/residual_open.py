@@ -217,8 +217,9 @@ def _tap(
     slots = base = staging = None
     if capture is not None:
         slots, base, staging = capture.tensors(tap)
-    changes = steering is not None and tap[1] not in READ_ONLY
-    steers = steering.tensors(tap) if changes else ()
+    steers: tuple[torch.Tensor | None, ...] = ()
+    if steering is not None and tap[1] not in READ_ONLY:
+        steers = steering.tensors(tap)
     made = ResidualTap(slots, base, staging, *steers)
     if capture is not None and after is not None:
         made.after, *_ = capture.tensors(after)

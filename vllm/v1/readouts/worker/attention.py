@@ -166,7 +166,7 @@ class AttentionPatterns:
         if core.query_quant is None:
             return rows.float()
         rounded, _ = core.query_quant(rows.contiguous(), core._q_scale)
-        return rounded.float() * core._q_scale  # type: ignore[no-any-return]
+        return rounded.float() * core._q_scale
 
     def _kind(self, core: Any) -> tuple[Any, ...]:
         """What layers have in common that are computed together."""

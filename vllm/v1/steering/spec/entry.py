@@ -158,19 +158,17 @@ class Entry:
         with np.errstate(over="ignore"):
             return check_finite(self.main * np.float32(self.scale), model.dtype, at)
 
-    def moved(self, tap: Tap, model: "SteeredModel", at: str) -> "Entry":
+    def moved(self, tap: Tap, at: str) -> "Entry":
         """The same entry at another layer's point of the same shape.
 
         Args:
             tap: where it acts now.
-            model: the model.
             at: the entry's name in messages.
 
         Raises:
             SteeringValidationError: it cannot act there.
 
         """
-        model.placement.check_entry(tap, self.op, self.norm_match, at)
         if self.details.when is not None:
             check_known(self.details.when.tap, tap, f"{at}.when")
         return replace(self, tap=tap)

@@ -240,7 +240,7 @@ def _take(
     """Add one entry to a parsed tier."""
     if id(raw) in written:
         _, entry, scaled, operations = written[id(raw)]
-        entry = entry.moved(tap, model, at)
+        entry = entry.moved(tap, at)
         operations = [structs.replace(one, layer=tap[0]) for one in operations]
     else:
         everywhere = {**raw, "positions": None} if _is_generated(raw) else raw
