@@ -35,12 +35,12 @@ MAP: dict[str, tuple[str, ...]] = {
     "vllm.model_executor": ("vllm.v1.residual", "vllm.utils"),
     "vllm.config": SHARED,
     # The features know what they share, and nothing of each other.
-    "vllm.v1.capture": (*SHARED, "vllm.config"),
+    "vllm.v1.capture": (*SHARED, "vllm.config", "clearbox_client"),  # In notebooks.
     "vllm.v1.steering": (*SHARED, "vllm.config"),
     "vllm.v1.readouts": (*SHARED, "vllm.config", "clearbox_client"),  # In notebooks.
     "vllm.v1.hooks": (*SHARED, "vllm.config"),
     # One place for each process, in which the features meet.
-    "vllm.v1.residual.frontend": (*ENGINE, "vllm.v1.residual.core"),
+    "vllm.v1.residual.frontend": (*ENGINE, "vllm.v1.residual.core", "clearbox_client"),
     "vllm.v1.residual.core": ENGINE,
     "vllm.v1.residual.worker": ENGINE,
     "vllm.v1.worker": (*ENGINE, "vllm.v1.residual.worker"),

@@ -5,8 +5,9 @@ import base64
 import json
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from html import escape
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,28 @@ def document(parts: list[dict[str, Any]]) -> str:
         f"<script>{charts}</script>"
         f'<script type="module">import "{START}";</script></body></html>'
     )
+
+
+def save(
+    path: str | PathLike[str],
+    tokens: list[str],
+    readouts: "Mapping[str, Readout]",
+    token_texts: Callable[[list[int]], list[str]] | None = None,
+) -> None:
+    """Write one HTML file of a text and its readouts, which loads nothing.
+
+    Args:
+        path: the file.
+        tokens: the texts of prompt and generated tokens.
+        readouts: by name.
+        token_texts: gives the texts of token ids; without it a lens shows ids.
+
+    """
+    listed = [one["token_ids"] for one in readouts.values() if one.kind == "lens"]
+    ids = sorted({int(i) for table in listed for i in table.ravel()})
+    texts = dict(zip(ids, token_texts(ids))) if token_texts else {}
+    shown = document(readout_parts(tokens, readouts, texts))
+    Path(path).write_text(shown, encoding="utf-8")
 
 
 def frame(parts: list[dict[str, Any]], height: int = 480) -> str:

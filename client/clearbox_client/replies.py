@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from clearbox_client import html
@@ -111,13 +110,7 @@ class Reply:
                 "tokens",
                 None,
             )
-        listed = [
-            one["token_ids"] for one in self.readouts.values() if one.kind == "lens"
-        ]
-        ids = sorted({int(i) for table in listed for i in table.ravel()})
-        texts = dict(zip(ids, token_texts(ids))) if token_texts else {}
-        parts = html.readout_parts(self.tokens, self.readouts, texts)
-        Path(path).write_text(html.document(parts), encoding="utf-8")
+        html.save(path, self.tokens, self.readouts, token_texts)
 
 
 @dataclass(frozen=True)

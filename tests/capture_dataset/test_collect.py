@@ -4,6 +4,7 @@
 import errno
 import json
 import random
+import re
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.capture_dataset._collecting import (
     write_source,
 )
 from vllm.capture_dataset import load_dataset
-from vllm.capture_dataset.collect import begin
+from vllm.capture_dataset.collect import begin, collect
 from vllm.capture_dataset.formats import WRITERS
 from vllm.capture_dataset.manifest import EARLIER_NAME, NAME, Manifest
 from vllm.capture_dataset.progress import Progress, parse_bytes
@@ -328,6 +329,22 @@ def test_shards_of_few_rows_have_not_endless_prompts() -> None:
     assert [len(group) for group in made] == [MAX_PROMPTS, MAX_PROMPTS, 1]
 
 
+def test_progress_moves_within_a_shard(source: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Seen(Progress):
+        def done(self, *counts: int) -> None:
+            super().done(*counts)
+            seen.append((self.num_rows, len(list(tmp_path.glob("out/*.parquet")))))
+
+    runner = FakeRunner()
+    plan = planned(source, tmp_path / "out", runner, shard_bytes=1 << 20)
+    collect(plan, runner, Seen(23, disable=True))  # type: ignore[arg-type]
+    assert len(seen) == 23 and {files for _, files in seen} == {0}
+    assert [rows for rows, _ in seen] == sorted({rows for rows, _ in seen})
+    assert len(list(tmp_path.glob("out/*.parquet"))) == 1
+
+
 def test_a_log_has_whole_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(3)
     progress.skipped(1)
@@ -338,3 +355,4 @@ def test_a_log_has_whole_lines_of_progress(capsys: pytest.CaptureFixture[str]) -
     assert "\r" not in told
     last = told.splitlines()[-1]
     assert "3/3" in last and "256 rows, 2 MiB" in last and "tokens/s" in last
+    assert re.search(r"\[\d+:\d+<[\d?]+(:\d+)?, .*prompts", last), "time left, speed"

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm import config
+from vllm.config.steering import SteeringConfig
 from vllm.config.steering_types import (
     hash_steering_config,
     merge_steering_specs,
@@ -81,3 +83,7 @@ def test_what_is_no_vector_is_refused() -> None:
         normalize_layer_entry({"vector": [1.0], "op": "clamp"})
     with pytest.raises(ValueError, match="different lengths, 1 and 2"):
         merge_steering_specs({"post_block": {0: [1.0]}}, {"post_block": {0: [1.0, 2]}})
+
+
+def test_the_configuration_is_imported_like_upstreams() -> None:
+    assert config.SteeringConfig is SteeringConfig

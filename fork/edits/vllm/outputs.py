@@ -33,6 +33,7 @@ lens_result: Any = None
 activations = property(lens_responses.activations_of)
 readouts = property(residual_outputs.readouts_of)
 steering = property(residual_outputs.steering_of)
+save_html = residual_outputs.save_html
 """,
         why="Results are set when they are known; most requests have one sample.",
     ),

@@ -40,6 +40,9 @@ def test_help_has_the_commands_own_options(capsys: pytest.CaptureFixture[str]) -
         (PROBE[:-2], "required: --out"),
         ([*PROBE, "--hook", "residual"], "is not a hook point"),
         (["steer", "extrac"], "invalid choice"),
+        ([*CAPTURE, "--lyers", "3"], "--lyers; did you mean --layers?"),
+        ([*PROBE, "--max-modl-len=64"], "did you mean --max-model-len?"),
+        (["patch", "a", "b", "--no-enforce-eagr"], "did you mean --enforce-eager?"),
         (["steer"], "required: COMMAND"),
     ],
 )
@@ -71,7 +74,9 @@ def test_options_that_do_not_fit_end_the_command(
     "words",
     [
         *([], ["serve", "--help"], CAPTURE, PROBE, ["capture", "--help=all"]),
-        [*CAPTURE, "--dtype", "float32", "--max_tokens", "4", "--enforce-eager"],
+        [*CAPTURE, "--dtype", "float32", "--max_tokens", "4", "--no-enforce-eager"],
+        [*CAPTURE, "--tensor-par", "2", "--hook-points", "z", "--of-a-platform"],
+        [*CAPTURE, "--compilation-config.mode=0", "-O0", "--kv-cache-dtype", "auto"],
         ["capture", "--config", "all.yaml", "--limit", "few"],
     ],
 )

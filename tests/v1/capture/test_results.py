@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
 from typing import Any
 
 import pytest
@@ -65,3 +66,19 @@ def test_rows_by_tap_are_shown_by_their_shapes() -> None:
     shown = repr(rows)
     assert shown.startswith("RowsByTap((0, 'post_block'): [2, 3] bfloat16, ")
     assert shown.endswith("... 6 taps)") and len(shown) < 250
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_in_a_notebook_are_the_clients_map_of_norms(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    rows = RowsByTap()
+    facts = {"positions": [0, 3], "token_ids": [5, None], "encoding": None}
+    rows.put((2, "post_block"), torch.tensor([[3.0, 4.0], [0, 0.5]]).to(dtype), facts)
+    shown = of("partial_error", "no <disk>", rows)._repr_html_()
+    assert shown is not None and "partial_error: no &lt;disk&gt;" in shown
+    assert "2 post_block" in shown and "position 0 #5: 5<" in shown
+    assert "position 3 : 0.5<" in shown
+    assert of("ok", payload={"path": "file"})._repr_html_() is None
+    monkeypatch.setitem(sys.modules, "clearbox_client.rows", None)
+    assert rows._repr_html_() is None and of("ok", payload=rows)._repr_html_() is None

@@ -7,12 +7,15 @@ that.
 """
 
 import argparse
+import difflib
 import importlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm.entrypoints.cli.types import CLISubcommand
@@ -233,8 +236,29 @@ def check_own_options(argv: list[str]) -> None:
             return
         parser = argparse.ArgumentParser(prog="vllm", add_help=False)
         command.subparser_init(parser.add_subparsers(), only_own=True)
-        args, _ = parser.parse_known_args(argv[1:])
+        args, others = parser.parse_known_args(argv[1:])
+        for word in others:
+            if word.startswith("--") and (meant := misspelt(word)):
+                parser.error(f"unrecognized argument: {word}; did you mean {meant}?")
         command.cmd(args, "check")
+
+
+def misspelt(word: str) -> str | None:
+    """The option that was probably meant by an unknown one, if any is similar.
+
+    Names are read from the sources, because to import an engine's takes seconds.
+    """
+    name = re.split("[=.]", word)[0].replace("_", "-")
+    here = Path(__file__).parent
+    engine = (here.parents[1] / "engine" / "arg_utils.py").read_text("utf-8")
+    texts = [engine, *(path.read_text("utf-8") for path in here.glob("*/*.py"))]
+    known = {found for text in texts for found in re.findall('"(--[a-z0-9-]+)"', text)}
+    fields = re.findall("^    ([a-z0-9_]+): ", engine, re.MULTILINE)
+    known |= {"--" + field.replace("_", "-") for field in fields}
+    shown = name.replace("--no-", "--", 1)
+    if any(one.startswith((name, shown)) for one in known):  # May be shortened.
+        return None
+    return next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
 
 
 def _quieten() -> None:

@@ -38,6 +38,20 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         more = [f"... {len(self)} taps"] if len(self) > MOST_SHOWN else []
         return f"RowsByTap({', '.join(shown + more)})"
 
+    def _repr_html_(self) -> str | None:
+        """For notebooks, as a client shows it; None without `clearbox-client`."""
+        try:
+            from clearbox_client.rows import Rows, RowSet
+        except ImportError:
+            return None
+        shown = {}
+        for (layer, hook), rows in self.items():
+            stored = rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows
+            facts = self.positions[layer, hook], self.token_ids[layer, hook]
+            dtype = str(rows.dtype)[6:]
+            shown[layer, hook] = Rows(layer, hook, stored.numpy(), dtype, *facts)
+        return RowSet(shown)._repr_html_()
+
     def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
         """Add the rows of a tap; `facts` has the form that `facts_of` returns."""
         self[tap] = rows

@@ -2,6 +2,7 @@
 """Public data types of capture, for consumers, plug-ins and clients."""
 
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -63,6 +64,12 @@ class CaptureResult:
     payload: Any = None
     kept: int | None = None
     """With `keep_when`, the number of rows that were kept, over all hook points."""
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks, if its payload has such a form."""
+        shown = getattr(self.payload, "_repr_html_", lambda: None)()
+        said = self.status if self.error is None else f"{self.status}: {self.error}"
+        return None if shown is None else f"<p>{escape(said)}</p>{shown}"
 
 
 def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list[int]:

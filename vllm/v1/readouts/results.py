@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from vllm.logger import init_logger
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import Readout, ReadoutPart
 from vllm.v1.residual.tap import Tap
+
+if TYPE_CHECKING:
+    from clearbox_client.readouts import Readout as ClientReadout
 
 logger = init_logger(__name__)
 Array = np.ndarray[Any, Any]
@@ -70,12 +73,21 @@ class ReadoutResult:
     def _repr_html_(self) -> str | None:
         """For notebooks, as a client shows it; None without `clearbox-client`."""
         try:
-            from clearbox_client.readouts import Readout as Shown
+            return self.for_client()._repr_html_()
         except ImportError:
             return None
-        return Shown(
-            self.kind, self.positions, list(self.taps), self.arrays, self.error
-        )._repr_html_()
+
+    def for_client(self) -> "ClientReadout":
+        """The same result as a client has it.
+
+        Raises:
+            ImportError: `clearbox-client` is not installed.
+
+        """
+        from clearbox_client.readouts import Readout as ClientReadout
+
+        taps = list(self.taps)
+        return ClientReadout(self.kind, self.positions, taps, self.arrays, self.error)
 
     def __repr__(self) -> str:
         parts = [

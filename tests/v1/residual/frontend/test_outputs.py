@@ -1,4 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -53,6 +59,26 @@ def test_receipts_survive_merging() -> None:
     first.outputs[0].steering = {"doses": 1}
     first.add(output(sample(0, 4)), aggregate=True)
     assert first.steering == {"doses": 1}
+
+
+def test_a_text_and_its_readouts_are_one_file(tmp_path: Path) -> None:
+    one = output(sample(0, 1))
+    lens = {"token_ids": np.array([[[7]]], np.int32), "logprobs": np.zeros((1, 1, 1))}
+    one.outputs[0].readouts |= {
+        "lens": ReadoutResult("lens", [0], ((0, "post_block"),), lens)
+    }
+    words: Any = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
+    one.prompt_token_ids = [4]
+    one.save_html(tmp_path / "one.html", words)
+    page = (tmp_path / "one.html").read_text()
+    found = re.search(r'id="results">(.*?)</script>', page)
+    assert found is not None
+    tinted, table = json.loads(found[1])
+    assert tinted["tokens"] == [{"text": "<4>"}, {"text": "<1>"}]
+    assert tinted["values"] == [None, 1.0] and table["texts"] == {"7": "<7>"}
+    one.prompt_token_ids = None
+    with pytest.raises(ValueError, match="embeddings"):
+        one.save_html(tmp_path / "one.html", words)
 
 
 def test_several_samples_are_not_reduced_to_the_first() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results in `RequestOutput`."""
 
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.results import ReadoutResult, merge_results
@@ -8,7 +9,7 @@ from vllm.v1.readouts.results import ReadoutResult, merge_results
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
 
-__all__ = ["ReadoutResult", "merge", "readouts_of", "steering_of"]
+__all__ = ["ReadoutResult", "merge", "readouts_of", "save_html", "steering_of"]
 
 
 def readouts_of(output: "RequestOutput") -> dict[str, ReadoutResult]:
@@ -31,6 +32,33 @@ def steering_of(output: "RequestOutput") -> dict[str, Any] | None:
     """
     sample = _only_sample(output, "steering")
     return None if sample is None else sample.steering
+
+
+def save_html(
+    output: "RequestOutput", path: str | PathLike[str], tokenizer: Any
+) -> None:
+    """Write one HTML file of the text and its readouts, as a client does.
+
+    Args:
+        output: the result of a request with one sample.
+        path: the file, which refers to no other.
+        tokenizer: `llm.get_tokenizer()`, for the texts of tokens.
+
+    Raises:
+        ImportError: `clearbox-client`, which draws it, is not installed.
+        ValueError: the prompt was given as embeddings, or there are several samples.
+
+    """
+    from clearbox_client import html
+
+    def texts(ids: list[int]) -> list[str]:
+        return [tokenizer.decode([one]) for one in ids]
+
+    if output.prompt_token_ids is None:
+        raise ValueError("save_html: a prompt of embeddings has no texts to show")
+    readouts = {name: one.for_client() for name, one in readouts_of(output).items()}
+    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    html.save(path, texts(ids), readouts, texts)
 
 
 def _only_sample(output: "RequestOutput", name: str) -> "CompletionOutput | None":
