@@ -49,12 +49,34 @@ class Consumers:
         return rows[: self.finalizes[instance, tap].sidecar["num_rows"]]
 
 
+class Page:
+    """Memory for the rest of a prompt, which following steps fill."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._end = num_prompt_tokens
+        self._memory = torch.empty(0)
+        self._start = self._next = num_prompt_tokens
+
+    def place(self, rows: Rows) -> Rows:
+        """The same rows in the page; those of generated tokens stay where they are."""
+        if rows.stop > self._end:
+            return rows
+        if rows.start != self._next:
+            shape = len(rows.memory), self._end - rows.start, WIDTH
+            self._memory, self._start = torch.full(shape, torch.nan), rows.start
+        self._next, first = rows.stop, rows.start - self._start
+        placed = rows._replace(memory=self._memory, first=first)
+        placed.tensor.copy_(rows.tensor)
+        return placed
+
+
 def run(
     plan: CapturePlan,
     life: Life,
     reason: str,
     early: frozenset[str],
     ahead: Sequence[int] = (),
+    paged: bool = False,
 ) -> Consumers:
     """Run a request; `ahead`: the offset of each step's assumed positions."""
     taps = [tap for group in plan.groups for tap in group.taps]
@@ -62,11 +84,13 @@ def run(
     prompt = list(range(100, 100 + life.num_prompt_tokens))
     request = CapturedRequest("r", plan, groups, prompt, {}, {}, early)
     consumers = Consumers()
+    pages = [Page(life.num_prompt_tokens) for _ in groups]
     for number, step in enumerate(life.steps):
         for index, group in enumerate(groups):
             wrong = ahead[number] if ahead else 0
             for rows in step_rows(step, group.ranges, len(group.taps), number, wrong):
-                consumers.take(request.add(index, rows))
+                placed = pages[index].place(rows) if paged else rows
+                consumers.take(request.add(index, placed))
     chunks, endings = request.finish(end_of(life, reason))
     consumers.take(chunks)
     for instance, ending in endings.items():
@@ -100,13 +124,15 @@ def end_of(life: Life, reason: str) -> RequestEnd:
     )
 
 
-@given(st.data(), lives(), st.sampled_from([frozenset(), frozenset("a")]))
+@given(
+    st.data(), lives(), st.sampled_from([frozenset(), frozenset("a")]), st.booleans()
+)
 def test_each_reader_gets_its_rows_once_and_in_order(
-    data: st.DataObject, life: Life, early: frozenset[str]
+    data: st.DataObject, life: Life, early: frozenset[str], paged: bool
 ) -> None:
     want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
     plan = plan_for(want, life.num_prompt_tokens)
-    consumers = run(plan, life, "abort", early)
+    consumers = run(plan, life, "abort", early, paged=paged)
     for instance, taps in want.items():
         for tap, ranges in taps.items():
             sidecar = consumers.finalizes[instance, tap].sidecar
@@ -148,14 +174,13 @@ def test_steps_whose_positions_are_assumed_too_high_give_the_same_rows(
             assert rows == [(position, float(position)) for position, _ in rows]
 
 
-@given(st.data(), lives())
+@given(st.data(), lives(), st.booleans())
 def test_a_consumer_that_cannot_truncate_gets_no_row_that_is_void(
-    data: st.DataObject, life: Life
+    data: st.DataObject, life: Life, paged: bool
 ) -> None:
     want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
-    consumers = run(
-        plan_for(want, life.num_prompt_tokens), life, "abort", early=frozenset()
-    )
+    plan = plan_for(want, life.num_prompt_tokens)
+    consumers = run(plan, life, "abort", early=frozenset(), paged=paged)
     for (instance, tap), chunks in consumers.chunks.items():
         rows = sum(len(chunk.tensor) for chunk in chunks)
         # An abort may happen before all prompt rows have arrived, but never after more
@@ -271,3 +296,32 @@ def test_chunks_say_where_and_when_their_rows_were_computed() -> None:
     assert chunk.metadata["positions"] == [0, 1]
     assert chunk.tensor.shape == (2, WIDTH)
     assert chunk.dtype == torch.float32
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_prompt_of_several_steps_is_one_view_unless_its_reader_takes_rows_early(
+    early: bool,
+) -> None:
+    """Parts that arrive apart would all be copied where they are joined."""
+    tap = (1, "pre_attn")
+    plan = plan_for({"a": {tap: ((2, OPEN_END),)}}, 8)
+    steps = [Step(at, tuple(float(at + i) for i in range(2))) for at in range(0, 8, 2)]
+    life = Life(8, (*steps, Step(8, (8.0,))), 2, 9)
+    names = frozenset("a" if early else "")
+    consumers = run(plan, life, "length", names, paged=True)
+    sizes = [len(chunk.tensor) for chunk in consumers.chunks["a", tap]]
+    assert sizes == ([2, 2, 2, 1] if early else [6, 1])
+    rows = [(position, float(position)) for position in range(2, 9)]
+    assert consumers.rows("a", tap) == rows
+    if not early:
+        (prompt, _) = (chunk.tensor for chunk in consumers.chunks["a", tap])
+        assert prompt.untyped_storage().nbytes() == 6 * WIDTH * 4
+
+
+def test_what_waits_for_the_rest_of_a_prompt_is_delivered_at_an_abort() -> None:
+    plan = plan_for({"a": {(1, "pre_attn"): ((0, 8),)}}, 8)
+    life = Life(8, (Step(0, (0.0, 1.0)), Step(2, (2.0, 3.0))), 0, 4)
+    consumers = run(plan, life, "abort", frozenset(), paged=True)
+    sidecar = consumers.finalizes["a", (1, "pre_attn")].sidecar
+    assert sidecar["positions"] == [0, 1, 2, 3]
+    assert len(consumers.chunks["a", (1, "pre_attn")]) == 1

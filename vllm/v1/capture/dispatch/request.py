@@ -23,7 +23,7 @@ from vllm.v1.residual.capture_plan import CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import ReadoutReader, ReadoutRows
 from vllm.v1.residual.row_blocks import LocalGroup
-from vllm.v1.residual.spans import OPEN_END, Spans, only_last, overlap
+from vllm.v1.residual.spans import OPEN_END, Spans, contains, only_last, overlap
 from vllm.v1.residual.tap import AFTER
 
 LAYER_CONVENTION = "0-based block index"
@@ -123,13 +123,7 @@ class CapturedRequest:
             for group in groups
         ]
         self._held: dict[tuple[int, str], list[Rows]] = {}
-        """Rows of generated tokens held back until the end, by group and instance."""
-        self._only_last = frozenset(
-            (number, reader.instance)
-            for number, group in enumerate(groups)
-            for reader in group.readers
-            if only_last(reader.ranges)
-        )
+        """Rows held back, by group and instance; see `_waits`."""
         self._counts: dict[tuple[int, str], int] = {}
         self._handed_on: dict[tuple[int, str], list[tuple[int, int]]] = {}
         plan_of_readouts = plan.readouts if takes_readouts else None
@@ -182,7 +176,9 @@ class CapturedRequest:
             for instance, batch in settled.items():
                 chunks.setdefault(instance, []).extend(batch)
         for (number, instance), held in sorted(self._held.items()):
-            first = stop - 1 if (number, instance) in self._only_last else 0
+            readers = self._groups[number].readers
+            (own,) = (one for one in readers if one.instance == instance)
+            first = stop - 1 if only_last(own.ranges) else 0
             spans = overlap(self._spans_kept(instance, end), first, stop)
             kept = [
                 part
@@ -191,8 +187,6 @@ class CapturedRequest:
                 if (part := rows.between(*span)) is not None
             ]
             if kept:
-                readers = self._groups[number].readers
-                (own,) = (one for one in readers if one.instance == instance)
                 chunk = self._make_chunk(number, own, kept)
                 chunks.setdefault(instance, []).append(chunk)
         self._held.clear()
@@ -251,15 +245,25 @@ class CapturedRequest:
                     assert part is not None
                     early = reader.instance in self._early
                     early = early and not only_last(reader.ranges)
-                    held = self._may_void(part) or reader.instance in self._keeping
-                    if early or not held:
-                        chunk = self._make_chunk(number, reader, [part])
+                    held = self._held.setdefault((number, reader.instance), [])
+                    held.append(part)
+                    if early or not self._waits(part, reader):
+                        chunk = self._make_chunk(number, reader, held)
                         ready.setdefault(reader.instance, []).append(chunk)
-                    else:
-                        self._held.setdefault((number, reader.instance), []).append(
-                            part
-                        )
+                        held.clear()
         return ready
+
+    def _waits(self, rows: Rows, reader: Reader) -> bool:
+        """Whether rows are held back: until the end, or for the next ones of a prompt.
+
+        These follow in the same memory. A consumer in another process that got them
+        apart would have to copy all of them to join them.
+        """
+        if self._may_void(rows) or reader.instance in self._keeping:
+            return True
+        has_room = rows.first + rows.num_rows < rows.memory.shape[1]
+        follows = rows.stop < self._plan.num_prompt_tokens
+        return has_room and follows and contains(reader.ranges, rows.stop)
 
     def _may_void(self, rows: Rows) -> bool:
         """Whether the request may still end before these rows.
