@@ -227,11 +227,13 @@ def test_gemma_scope_1_is_jumprelu_of_the_stream(tmp_path: Path) -> None:
     assert sae.model == "google/gemma-2-2b"
 
 
-def test_gemma_scopes_mlps_and_heads_are_no_hook_points(tmp_path: Path) -> None:
-    for kind in ("mlp", "att"):
+def test_gemma_scopes_mlps_are_what_is_added_and_heads_no_hook_point(
+    tmp_path: Path,
+) -> None:
+    for kind, tap in (("mlp", (3, "mlp_add")), ("att", None)):
         folder = tmp_path / f"gemma-scope-2b-pt-{kind}" / "layer_3" / "width_16k"
         sae = load_sae(write.gemma_scope_1(folder, parts()))
-        assert sae.reads.tap is None
+        assert sae.reads.tap == tap
         assert load_sae(folder, (3, "mlp_out")).reads.tap == (3, "mlp_out")
 
 
@@ -277,7 +279,7 @@ def test_gemma_scope_2_transcoders_with_an_affine_part(tmp_path: Path) -> None:
         hf_hook_point_out="model.layers.5.post_feedforward_layernorm.output",
     )
     sae = load_sae(folder)
-    assert (sae.reads.tap, sae.writes.tap) == ((5, "mlp_in"), None)
+    assert (sae.reads.tap, sae.writes.tap) == ((5, "mlp_in"), (5, "mlp_add"))
     d, x = _double(p), rows().double()
     activations = _jumprelu(d, x)
     back = activations @ d["W_dec"] + d["b_dec"] + x @ d["W_skip"]
@@ -419,9 +421,12 @@ def test_weights_keep_the_dtype_of_the_file(tmp_path: Path) -> None:
     assert (sae.b_enc.dtype, sae.b_dec.dtype) == (torch.float32,) * 2
 
 
-@pytest.mark.parametrize("exact", ["post_feedforward_layernorm.output", "mlp.unknown"])
+@pytest.mark.parametrize(
+    ("exact", "hook"),
+    [("post_feedforward_layernorm.output", "mlp_add"), ("mlp.unknown", None)],
+)
 def test_an_exact_name_that_is_unknown_is_no_vaguer_one(
-    tmp_path: Path, exact: str
+    tmp_path: Path, exact: str, hook: str | None
 ) -> None:
     """Gemma Scope's SAEs of MLPs are behind a norm, as the exact name says."""
     said = {
@@ -430,5 +435,6 @@ def test_an_exact_name_that_is_unknown_is_no_vaguer_one(
     }
     folder = write.saelens(tmp_path / "sae", chosen(parts(), *BASE), metadata=said)
     sae = load_sae(folder)
-    assert sae.reads.tap is None and sae.reads.name == said["hf_hook_name"]
+    assert sae.reads.tap == (hook and (4, hook))
+    assert sae.reads.name == said["hf_hook_name"]
     assert load_sae(folder, (4, "post_attn")).reads.tap == (4, "post_attn")

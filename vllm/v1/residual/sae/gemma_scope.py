@@ -88,13 +88,14 @@ def _places(folder: Path) -> tuple[SAEPlace, SAEPlace | None]:
         name = f"model.layers.{layer}"
         return (
             transformers(f"{name}.pre_feedforward_layernorm.output"),
-            SAEPlace(f"{name}.post_feedforward_layernorm.output"),
+            transformers(f"{name}.post_feedforward_layernorm.output"),
         )
     if re.search(r"[/_-]embedding", text):
         return SAEPlace("embedding", (0, "pre_attn")), None
-    # The inputs of their SAEs of attention and MLPs are not hook points: heads before
-    # the output projection, and the MLP's output after its norm.
     for kind in ("att", "mlp"):
         if re.search(rf"(-|/|_){kind}(_|/|$|-)", text) or f"{kind}_out" in text:
-            return SAEPlace(f"{kind} of layer {layer}"), None
+            # Those of attention read heads before the output projection, flattened.
+            after = f"model.layers.{layer}.post_feedforward_layernorm.output"
+            name = f"{kind} of layer {layer}"
+            return transformers(after) if kind == "mlp" else SAEPlace(name), None
     return residual_after(layer, f"stream after layer {layer}"), None

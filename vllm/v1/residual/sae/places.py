@@ -22,8 +22,10 @@ TRANSFORMERS = {
     "output": "post_block",
     "pre_feedforward_layernorm.output": "mlp_in",
     "mlp.output": "mlp_out",
+    "post_feedforward_layernorm.output": "mlp_add",
 }
-"""The names after `model.layers.N.` in Gemma Scope 2's configurations."""
+"""The names after `model.layers.N.` in Gemma Scope 2's configurations. Blocks that have
+the last of these norms add its output to the stream as it is."""
 
 _TRANSFORMERS = re.compile(r"model\.layers\.(\d{1,4})\.([\w.]+)")
 
