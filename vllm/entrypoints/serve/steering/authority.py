@@ -53,10 +53,11 @@ OPEN_UPSTREAM = frozenset(
     {
         *("/invocations", "/generative_scoring"),
         *("/scale_elastic_ep", "/is_scaling_elastic_ep"),
+        *("/fault_tolerance/apply", "/start_profile", "/stop_profile"),
     }
 )
-"""Routes that generate, or change the engines, and that upstream's API key does not
-protect."""
+"""Routes that generate, change the engines or write files, and that upstream's API key
+does not protect."""
 
 
 def captures_or_steers(args: Namespace) -> bool:
