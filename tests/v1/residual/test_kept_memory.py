@@ -17,6 +17,9 @@ from vllm.v1.residual.kept_memory import KEPT_TAG, is_on_the_host
 from vllm.v1.worker import residual_open, residual_worker
 from vllm.v1.worker.residual_stream import OpenResidualStream
 
+STAGING = 1_000_003
+"""Bytes, of which some do not fill a row."""
+
 
 class Pools:
     """A stand-in for the allocator of an engine with sleep mode."""
@@ -91,6 +94,7 @@ def test_all_that_a_worker_allocates_is_kept(
         max_model_len=64,
         enable_steering=True,
         capture_consumers=["inline"],
+        capture_staging_bytes=STAGING,
         enable_readouts=True,
         max_num_seqs=2,
     )
@@ -100,6 +104,9 @@ def test_all_that_a_worker_allocates_is_kept(
         kept = steering.tables.num_bytes + capture._staging.rows.nbytes
         assert allocations.by_tag.keys() == {KEPT_TAG}
         assert allocations.by_tag[KEPT_TAG] >= kept
+        rows = capture._staging.rows
+        # What was asked for is all, the third of readouts included.
+        assert 0 <= STAGING - rows.nbytes < 3 * rows[0].nbytes
         assert pools.tag == "weights"
     finally:
         llm.llm_engine.engine_core.shutdown()
