@@ -212,6 +212,8 @@ def run_cli(*words: str) -> int:
         with pytest.raises(SystemExit) as ended:
             main()
         code = ended.value.code
+        if isinstance(code, str):  # As Python does when it exits.
+            print(code, file=sys.stderr)
         return code if isinstance(code, int) else 1
 
 

@@ -283,9 +283,6 @@ def test_what_attention_needs_is_said() -> None:
     started = replace(SERVER, optional_points=("q",))
     with pytest.raises(ReadoutValidationError, match="MLA are latent"):
         parse_readout("n", given, CONTEXT, started)
-    ranks = replace(CONTEXT, tensor_parallel_size=2)
-    with pytest.raises(ReadoutValidationError, match="--tensor-parallel-size 1"):
-        parse_readout("n", given, ranks, started)
     refusing = replace(SERVER, refusals=Refusals(attention={1: "its own kernel"}))
     with pytest.raises(ReadoutValidationError, match="layer 1 .* its own kernel"):
         parse_readout("n", given, WITH_QUERIES, refusing)

@@ -48,6 +48,7 @@ def scheduler_of(
             has_mamba_layers=False, has_mixed_precision_kv_cache=False
         ),
         kv_cache_manager=SimpleNamespace(get_block_ids=lambda name: ([1, 2],)),
+        hash_block_size=4,
     )
 
 

@@ -138,10 +138,12 @@ _UNREAD = {
 """Fields that a request may lack, in which clients nest ours: why they are not read."""
 
 OPENAI: frozenset[str] = frozenset(
-    {**completion_create_params.CompletionCreateParamsBase.__annotations__}
-    | {**chat.completion_create_params.CompletionCreateParamsBase.__annotations__}
+    completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
+    | chat.completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
+    | {"early_stopping"}
 )
-"""Fields of OpenAI's API, which its client sends whether a server knows them or not."""
+"""Fields of OpenAI's API, which its client sends whether a server knows them or not,
+and one that upstream adds to each conversation of a batch."""
 
 ARGS = ("vllm_xargs", "extra_args")
 """Fields that hold arguments for extensions."""

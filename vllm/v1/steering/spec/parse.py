@@ -30,7 +30,7 @@ from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
 from vllm.v1.steering.spec.sources import NO_SOURCES, Sources
 
-HOOKS = HOOK_NAMES
+HOOKS = tuple(name for name in HOOK_NAMES if name not in READ_ONLY)
 
 MAX_ROWS = 4096
 """Most rows of one packed form."""
