@@ -198,6 +198,33 @@ def test_a_disk_that_is_full_leaves_what_is_there_and_says_what_to_do(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_a_disk_without_room_is_refused_before_anything_runs(
+    call: Call, tmp_path: Path
+) -> None:
+    source, out = jsonl(tmp_path / "in.jsonl"), tmp_path / "out"
+    with (
+        mock.patch.object(command, "disk_usage", lambda _: mock.Mock(free=100)),
+        mock.patch.object(EngineRunner, "run", side_effect=AssertionError),
+    ):
+        said = call(source, *PLAIN, "--out", out, status=1)
+    assert "the disk has 100 B" in said and "make room" in said and not out.exists()
+
+
+def test_a_model_that_cannot_be_loaded_is_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm.entrypoints.cli.main import main
+
+    source, gone = jsonl(tmp_path / "in.jsonl"), str(tmp_path / "gone")
+    typed = ["vllm", "capture", str(source), "--model", gone, "--layers", "1"]
+    typed += ["--out", str(tmp_path / "out")]
+    with mock.patch.object(sys, "argv", typed), pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert "vllm capture: " in told and gone in told and "Traceback" not in told
+
+
 def test_an_interrupt_leaves_what_is_there(
     call: Call, tmp_path: Path, runner: EngineRunner
 ) -> None:

@@ -84,3 +84,11 @@ def test_mistakes_are_told_without_a_traceback(
 ) -> None:
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, CLEAN, CORRUPT, "--model", DEMO, *words)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = (CLEAN, CORRUPT, "--model", tmp_path / "gone", "--answer", " and")
+    with pytest.raises(SystemExit, match=r"vllm patch: model: '.*gone': "):
+        run(monkeypatch, *words)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.dry_run:
             _check_folder(survey, rows, output)
         runner = _runner(args)
-    except CaptureValidationError as error:
+    except (ValueError, OSError) as error:  # Also of a model that cannot be loaded.
         return _print_error(str(error))
     try:
         plan = Plan.of(survey, rows, output, runner)

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.residual.addresses import did_you_mean, hook_name, parse_address
 from vllm.v1.residual.numbers import Fail
 from vllm.v1.residual.tap import HOOK_NAMES
@@ -38,11 +39,16 @@ def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
-    engine_args = EngineArgs.from_cli_args(args)
-    for name, value in fields.items():
-        setattr(engine_args, name, value)
     print(f"loading {args.model}", file=sys.stderr)
-    llm = LLM.from_engine_args(engine_args)
+    try:
+        engine_args = EngineArgs.from_cli_args(args)
+        for name, value in fields.items():
+            setattr(engine_args, name, value)
+        llm = LLM.from_engine_args(engine_args)
+    except VLLMValidationError:
+        raise  # Of a parameter of ours, which it names.
+    except (ValueError, OSError) as error:
+        raise fail(f"model: {args.model!r}: {error}", "model", args.model) from None
     try:
         yield llm
     finally:
