@@ -31,6 +31,8 @@ class Rows:
     """None where the prompt was given as embeddings."""
     tokens: list[str] | None = None
     """The texts of the tokens, if they were requested."""
+    heads: tuple[int, ...] = ()
+    """The heads of which a row consists, in this order; empty if it is whole."""
 
     @cached_property
     def values(self) -> NDArray[Any]:
@@ -42,7 +44,8 @@ class Rows:
 
     def __repr__(self) -> str:
         shape = list(self.stored.shape)
-        return f"Rows(layer {self.layer}, {self.hook}, {shape} {self.dtype})"
+        heads = f", heads {list(self.heads)}" if self.heads else ""
+        return f"Rows(layer {self.layer}, {self.hook}{heads}, {shape} {self.dtype})"
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         return np.asarray(self.values, dtype)
@@ -99,6 +102,7 @@ class RowSet(Mapping[tuple[int, str], Rows]):
                 positions=positions,
                 token_ids=list(entry.get("token_ids") or [None] * len(positions)),
                 tokens=[tokens[p] for p in positions] if tokens and known else None,
+                heads=tuple(index(head) for head in entry.get("heads", ())),
             )
         return cls(found)
 

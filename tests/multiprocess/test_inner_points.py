@@ -5,6 +5,7 @@ Rows are whole, in order and those of Transformers; vectors reach the right rank
 model has a KV head for each rank, the other one that both ranks have.
 """
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -47,6 +48,7 @@ def pair(
         distributed_executor_backend="mp",
         # The second model runs compiled.
         enforce_eager=request.param == 2,
+        worker_extension_cls="tests.multiprocess.breaking.Breaking",
     )
     yield opened
     opened.engine.close()
@@ -202,3 +204,25 @@ def test_patterns_of_the_heads_of_all_ranks(pair: Pair) -> None:
             torch.testing.assert_close(
                 row[:, :rows], expected[layer, head, :rows, :rows], atol=1e-4, rtol=0
             )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_patterns_that_one_rank_cannot_compute_are_an_error_of_their_readout(
+    pair: Pair, rank: int
+) -> None:
+    spec = {"kind": "attention", "positions": "all"}
+    asked = {"top": spec, "full": {**spec, "layers": [1], "full": True}}
+    more = {"norm": {"kind": "norm", "hooks": {"post_block": "all"}}}
+    rpc = pair.engine.llm.collective_rpc
+    rpc("fail_patterns", args=(rank,))
+    try:
+        broken = pair.ask(readouts={**asked, **more}).readouts
+    finally:
+        rpc("fail_patterns", args=(None,))
+    mended = pair.ask(readouts={**asked, **more}).readouts
+    for name in asked:
+        assert re.search("no room|another .* rank", broken[name].error or ""), name
+        assert not broken[name].arrays
+        assert mended[name].error is None and len(mended[name]["weights"])
+    assert broken["norm"].error is None
+    torch.testing.assert_close(broken["norm"]["norm"], mended["norm"]["norm"])

@@ -29,6 +29,8 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         """Compression in HTTP responses: `"zstd"`, or None for plain base64."""
         self.transport = "http"
         """`"http"`: in the response body. `"shm"`: in memory that the client maps."""
+        self.heads: list[int] = []
+        """The heads of which all rows consist; empty if they are whole."""
 
     def __repr__(self) -> str:
         shown = [
@@ -59,6 +61,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.token_ids[tap] = _as_list(facts["token_ids"])
         self.encoding = facts["encoding"]
         self.transport = facts.get("transport", "http")
+        self.heads = facts.get("heads", [])
 
     def put_all(
         self, taps: Sequence[Tap], rows: torch.Tensor, facts: dict[str, Any]
@@ -69,6 +72,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.token_ids.update(dict.fromkeys(taps, _as_list(facts["token_ids"])))
         self.encoding = facts["encoding"]
         self.transport = facts.get("transport", "http")
+        self.heads = facts.get("heads", [])
 
     def facts_of(self, tap: Tap) -> dict[str, Any]:
         """Everything about a tap except its rows, as plain data."""
@@ -77,6 +81,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
             "token_ids": self.token_ids[tap],
             "encoding": self.encoding,
             "transport": self.transport,
+            "heads": self.heads,
         }
 
     @classmethod

@@ -266,6 +266,7 @@ def test_heads_are_captured_in_the_order_in_which_they_are_listed(pair: Pair) ->
     part = written(pair, "filesystem", ["q", "z"], "part", heads=[3, 1])
     entries = read_request(next((pair.folder / "files").glob("*/part")))
     kept = [*range(3 * SIZE, 4 * SIZE), *range(SIZE, 2 * SIZE)]
+    assert part.heads == [3, 1] and whole.heads == []
     for tap, rows in whole.items():
         assert torch.equal(part[tap], rows[:, kept])
         assert torch.equal(torch.as_tensor(entries[tap].array), rows[:, kept])

@@ -12,10 +12,13 @@ import pyarrow as pa
 import pytest
 import safetensors.torch
 import torch
+from clearbox_client.rows import RowSet
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.frontend.http import rows_as_json
+from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport import bodies
 from vllm.v1.capture.transport.bodies import (
     FORMS,
@@ -46,6 +49,7 @@ def part(number: int, rows: int = 3, encoding: str | None = None, **more: Any) -
         [None if position == 1 else 7 * position for position in range(rows)],
         encoding,
         "http",
+        more.get("heads", ()),
     )
 
 
@@ -80,6 +84,23 @@ def test_json_holds_each_part_as_base64(
             assert told["encoding"] == encoding
             data = pa.decompress(data, one.rows.nbytes, encoding, asbytes=True)
         assert data == bytes(one.data)
+
+
+def test_rows_of_some_heads_name_them_in_every_form() -> None:
+    told = described(part(0, heads=[3, 1]), lambda one: {})
+    assert told["heads"] == [3, 1]
+    assert "heads" not in described(part(0), lambda one: {})
+    rows = RowsByTap()
+    facts = {"positions": [4], "token_ids": [7], "encoding": None, "heads": [3, 1]}
+    rows.put((0, "z"), torch.zeros(1, WIDTH), facts)
+    rows = RowsByTap.united([rows])
+    (entry,) = rows_as_json("inline", rows)
+    assert entry["heads"] == [3, 1]
+    found = RowSet.of([entry])[0, "z"]
+    assert found.heads == (3, 1) and "heads [3, 1]" in repr(found)
+    rows.put((0, "z"), torch.zeros(1, WIDTH), {**facts, "heads": []})
+    (entry,) = rows_as_json("inline", rows)
+    assert "heads" not in entry and RowSet.of([entry])[0, "z"].heads == ()
 
 
 @given(

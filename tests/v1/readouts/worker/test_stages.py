@@ -116,3 +116,19 @@ def test_parts_of_several_stages_are_one_in_the_order_of_the_taps(
     assert found.reshape(-1, 6)[-1].tolist() == expected
     missing = PendingReadouts(results[:1], {"a": 4}, split={"a": {"r": taps}})
     assert missing.collect()["a"].parts == []
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_an_error_of_one_stage_is_that_of_its_readout_alone(failed: int) -> None:
+    taps = ((0, "b"), (1, "b"))
+    results = [rows_of((tap,), False) for tap in taps]
+    results[failed].errors, results[failed].arrays = {0: "no room"}, {}
+    pending = PendingReadouts(
+        [*results, rows_of(TAPS, False)], {"a": 4}, split={"a": {"r": taps}}
+    )
+    other = Readout("other", "rows", TAPS, ())
+    pending.results[2].entries = [Entry("a", other, 4, 2, 0, no_rows(2, 0))]
+    good, part = pending.collect()["a"].parts
+    assert (part.error, part.start, part.count) == ("no room", 4, 2)
+    assert not part.arrays
+    assert good.name == "other" and good.arrays["rows"].shape == (2, 3, 1)

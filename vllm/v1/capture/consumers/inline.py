@@ -144,6 +144,7 @@ class InlineConsumer(CaptureConsumer):
             "token_ids": sidecar["token_ids"],
             "encoding": None if encoding == ENCODINGS[0] else encoding,
             "transport": client.get("transport", TRANSPORTS[0]),
+            "heads": sidecar.get("heads", []),
         }
         rows = rows.to(getattr(torch, sidecar["dtype"]))
         return GroupedRows([(tuple(taps), rows, facts)])

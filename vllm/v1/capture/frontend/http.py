@@ -101,6 +101,7 @@ def rows_as_json(path: str, payload: RowsByTap) -> list[dict[str, Any]]:
             "token_ids": payload.token_ids[layer, hook],
             "dtype": str(rows.dtype).removeprefix("torch."),
             "shape": list(rows.shape),
+            **({"heads": payload.heads} if payload.heads else {}),
             **_encoded(rows, payload.encoding),
         }
         for (layer, hook), rows in payload.items()

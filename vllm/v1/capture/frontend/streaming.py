@@ -153,6 +153,7 @@ class LiveRequest:
                 "positions": shown.positions,
                 "token_ids": self._tokens_at(shown.positions, sample.token_ids),
                 "encoding": None,
+                "heads": list(self._wanted[name][tap].heads),
             }
             payloads[name].put(tap, shown.rows, facts)
         return payloads

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits results into a small JSON document and the rows that it refers to."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,6 +30,8 @@ class Part:
     """Compression, where the format of the response supports it: `"zstd"` or None."""
     transport: str
     """`"http"`, or `"shm"` for shared memory with a client on the same host."""
+    heads: Sequence[int] = ()
+    """The heads of which the rows consist; empty if they are whole."""
 
     @property
     def dtype(self) -> str:
@@ -64,6 +66,7 @@ def _find(path: str, payload: Any) -> list[Part]:
                 payload.token_ids[layer, hook],
                 payload.encoding,
                 payload.transport,
+                payload.heads,
             )
             for (layer, hook), rows in payload.items()
         ]
@@ -85,5 +88,6 @@ def described(part: Part, reference: Reference) -> dict[str, Any]:
         "token_ids": part.token_ids,
         "dtype": part.dtype,
         "shape": list(part.rows.shape),
+        **({"heads": list(part.heads)} if part.heads else {}),
         **reference(part),
     }

@@ -10,13 +10,14 @@ job are as in `kinds.py`; rows of `q` that are wider than the stream take severa
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.readouts.worker.agreement import failing_together
 from vllm.v1.readouts.worker.jobs import Entry, Job
 from vllm.v1.readouts.worker.key_cache import KeyCache, why_unread
 from vllm.v1.readouts.worker.kinds import Arrays
@@ -55,6 +56,10 @@ class Tokens(NamedTuple):
     """How many keys there are."""
 
 
+Part: TypeAlias = tuple[Alike, Tokens]
+"""Some layers of an entry."""
+
+
 class AttentionPatterns:
     """Computes patterns of a worker's layers. Engine thread only.
 
@@ -77,10 +82,10 @@ class AttentionPatterns:
         self._width = width
         self._device = device
         self._keys = KeyCache()
-        self._rank, self._ranks = (
-            get_tp_group().rank_in_group,
-            get_tp_group().world_size,
-        )
+        self._rank, self._ranks = 0, 1
+        if cores:
+            group = get_tp_group()
+            self._rank, self._ranks = group.rank_in_group, group.world_size
         self._held = CPU_SCORE_BYTES if device.type == "cpu" else SCORE_BYTES
         self._metadata: Any = None
         self._req_ids: Sequence[str] = ()
@@ -126,21 +131,23 @@ class AttentionPatterns:
         """
         self._reserved = None
         batch = {req_id: row for row, req_id in enumerate(self._req_ids)}
+        own: list[Any] = []
+        compute = self._of_entry if self._ranks == 1 else self._of_rank
+        with failing_together():
+            for entry in job.entries:
+                queries = rows[entry.first : entry.first + entry.num_rows]
+                row, offset = batch[entry.req_id], entry.start - starts[entry.req_id]
+                context = entry.start + further + entry.count
+                parts = [
+                    (alike, self._tokens(alike.cores[0], row, offset, context))
+                    for alike in self._alike(entry, queries.view(entry.count, -1))
+                ]
+                own.append(compute(job, entry, parts))
+        if self._ranks > 1:
+            own = [get_tp_group().all_reduce(one) for one in own]
         found: Arrays = {}
-        for number, entry in enumerate(job.entries):
-            own = rows[entry.first : entry.first + entry.num_rows]
-            row, offset = batch[entry.req_id], entry.start - starts[entry.req_id]
-            context = entry.start + further + entry.count
-            places: list[int] = []
-            parts: list[Arrays] = []
-            for alike in self._alike(entry, own.view(entry.count, -1)):
-                tokens = self._tokens(alike.cores[0], row, offset, context)
-                places += alike.places
-                parts.append(self._of_all_ranks(job, entry, alike, tokens))
-            arrays = _joined(parts, dim=1)
-            if places != sorted(places):
-                back = _on_device(job.kept, tuple(np.argsort(places)), self._device)
-                arrays = {label: one[:, back] for label, one in arrays.items()}
+        for number, (entry, one) in enumerate(zip(job.entries, own, strict=True)):
+            arrays = one if self._ranks == 1 else _arrays_of(entry.readout, one)
             if entry.readout.full:
                 arrays = {label: one[:, 0] for label, one in arrays.items()}
             found.update({f"{number}.{label}": one for label, one in arrays.items()})
@@ -190,28 +197,36 @@ class AttentionPatterns:
         first = metadata.seq_lens[row] - starts[row + 1] + starts[row] + offset
         return Tokens(metadata.block_table[row], first, context)
 
-    def _of_all_ranks(
-        self, job: Job, entry: Entry, alike: Alike, tokens: Tokens
-    ) -> Arrays:
-        """The patterns `[count, l, h, ...]` of layers that are alike."""
-        heads, ranks = entry.readout.heads, self._ranks
-        if ranks == 1:
-            return self._of_heads(job, entry, alike, tokens, heads)
-        count = alike.cores[0].num_heads
-        own = [n for n, head in enumerate(heads) if head // count == self._rank]
-        here = tuple(heads[n] % count for n in own)
-        part = self._of_heads(job, entry, alike, tokens, here) if here else {}
-        size = len(entry.readout.keys) or entry.readout.top_k or tokens.context
-        labels = ("weights", "keys") if entry.readout.top_k else ("weights",)
-        shape = len(labels), entry.count, len(alike.cores), len(heads), size
+    def _of_entry(self, job: Job, entry: Entry, parts: Sequence[Part]) -> Arrays:
+        """The patterns `[count, taps, h, ...]` of an entry, of all its heads."""
+        heads = entry.readout.heads
+        arrays = _joined([self._of_heads(job, entry, *p, heads) for p in parts], dim=1)
+        places = [place for alike, _ in parts for place in alike.places]
+        if places != sorted(places):
+            back = _on_device(job.kept, tuple(np.argsort(places)), self._device)
+            arrays = {label: one[:, back] for label, one in arrays.items()}
+        return arrays
+
+    def _of_rank(self, job: Job, entry: Entry, parts: Sequence[Part]) -> torch.Tensor:
+        """`[labels, count, taps, h, k]` float32, 0 where other ranks have the head."""
+        readout = entry.readout
+        labels, heads = _labels(readout), readout.heads
+        size = len(readout.keys) or readout.top_k or parts[0][1].context
+        shape = len(labels), entry.count, len(readout.taps), len(heads), size
         whole = torch.zeros(shape, device=self._device)
-        for place, label in enumerate(labels):
-            if part:  # A float32 holds every position of a token.
-                whole[place, :, :, own] = part[label].to(self._device).float()
-        found = dict(zip(labels, get_tp_group().all_reduce(whole)))
-        if "keys" in found:
-            found["keys"] = found["keys"].int()
-        return found
+        for alike, tokens in parts:
+            count = alike.cores[0].num_heads
+            own = [n for n, head in enumerate(heads) if head // count == self._rank]
+            if not own:
+                continue
+            here = tuple(heads[n] % count for n in own)
+            part = self._of_heads(job, entry, alike, tokens, here)
+            for arrays, label in zip(whole, labels):
+                values = part[label].to(self._device)
+                for number, place in enumerate(alike.places):
+                    # A float32 holds every position of a token.
+                    arrays[:, place, own] = values[:, number].float()
+        return whole
 
     def _of_heads(
         self,
@@ -278,6 +293,16 @@ class AttentionPatterns:
             products.append(torch.bmm(flat, keys.transpose(1, 2)))
         scores = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         return scores[..., :context].view(*queries.shape[:3], -1)
+
+
+def _labels(readout: Readout) -> tuple[str, ...]:
+    return ("weights", "keys") if readout.top_k else ("weights",)
+
+
+def _arrays_of(readout: Readout, whole: torch.Tensor) -> Arrays:
+    """The arrays of `AttentionPatterns._of_rank`, summed over ranks."""
+    found = dict(zip(_labels(readout), whole))
+    return {k: one.int() if k == "keys" else one for k, one in found.items()}
 
 
 def _hidden(core: Any, behind: torch.Tensor) -> torch.Tensor:

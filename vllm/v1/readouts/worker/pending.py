@@ -109,7 +109,12 @@ _Piece: TypeAlias = tuple[tuple[Tap, ...], ReadoutPart]
 
 
 def _merged(taps: Sequence[Tap], pieces: Sequence[_Piece]) -> list[ReadoutPart]:
-    """The part with all taps, in their order; none if some are missing."""
+    """The part with all taps, in their order; none if some are missing.
+
+    An error of a stage is that of the whole part.
+    """
+    if failed := [one for _, one in pieces if one.error]:
+        return failed[:1]
     having = [tap for own, _ in pieces for tap in own]
     if len(having) < len(taps):
         return []

@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.token_steps import TokenTable
+from vllm.v1.readouts.worker.agreement import failing_together
 from vllm.v1.readouts.worker.attention import AttentionPatterns
 from vllm.v1.readouts.worker.attribution import Attribution
 from vllm.v1.readouts.worker.head import ELSEWHERE, Head
@@ -428,11 +429,14 @@ class WorkerReadouts:
         """
         began = perf_counter()
         if job.key[0] != "reduce":
-            if self._has_rows:
-                rows = self._rows(job, staging, first_row)
-            else:  # Rank 0 sends them.
-                rows = staging.new_empty(len(job.index), self._width)
-            if job.key[0] != "attention":
+            is_pattern = job.key[0] == "attention"
+            together = is_pattern and self._shared
+            with failing_together() if together else nullcontext():
+                if self._has_rows:
+                    rows = self._rows(job, staging, first_row)
+                else:  # Rank 0 sends them.
+                    rows = staging.new_empty(len(job.index), self._width)
+            if not is_pattern:
                 return rows
             assert self._job_set is not None, "only a job set has jobs"
             if self._shared:
