@@ -133,7 +133,7 @@ wheel: $(INSTALLED)  ## A wheel to pass on, in dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client
 
 models: $(INSTALLED)  ## The page of supported models, from the list and the proofs
-	$(BIN)/python -m fork models --device $(DEVICE) --markdown > docs/.supported_models
+	$(BIN)/python -m fork models --device $(DEVICE) > docs/.supported_models
 	mv docs/.supported_models docs/reference/supported_models.md
 
 docs: $(INSTALLED)  ## The documentation, in site/

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats the reports as lines for a terminal and as a page of the documentation."""
+"""Formats the reports as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _HEAD = """\
 # Supported models
 
 Every architecture of upstream's registry, the hook points of its decoder layers, and
-what was compared with the Transformers library. `python -m fork models` prints the
-same list, with the classes and the conditions under which a configuration is refused.
+what was compared with the Transformers library. `python -m fork models` prints this
+page; with `--upstream`, that of another release.
 
 - **3** stands for `pre_attn`, `post_attn` and `post_block`; **5** for these with
   `mlp_in` and `mlp_out`; **3-5** where only some of the layers have them.
@@ -55,32 +55,6 @@ class _CaseName(NamedTuple):
     def __str__(self) -> str:
         plain = self.variant in ("plain", "none")
         return self.architecture if plain else f"{self.architecture}, {self.variant}"
-
-
-def lines(rows: list[ArchitectureReport]) -> Iterator[str]:
-    """The reports as lines for a terminal."""
-    for row in rows:
-        yield f"{row.architecture} ({row.table})"
-        if row.refused:
-            yield f"    refused: {row.refused}"
-        for layer in row.layers:
-            yield f"    {_class(layer)}: {layer.refused or ' '.join(layer.points)}"
-            yield from (f"        {text}" for text in _remarks(layer))
-        if row.note:
-            yield f"    {row.note}"
-
-
-def _class(layer: LayerReport) -> str:
-    return f"{layer.module.removesuffix('.py')}:{layer.name}"
-
-
-def _remarks(layer: LayerReport) -> Iterator[str]:
-    if layer.rule:
-        yield f"rule: {layer.rule}"
-    if layer.meaning:
-        yield layer.meaning
-    yield from _lacking(layer)
-    yield from (f"refused with {reason}" for reason in layer.unless)
 
 
 def _lacking(layer: LayerReport) -> Iterator[str]:

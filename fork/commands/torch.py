@@ -10,10 +10,7 @@ from fork.building.builder import open_release
 from fork.building.metadata import fork_metadata
 from fork.commands._options import add_build_options, order_from
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    add_build_options(parser)
+add_arguments = add_build_options
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ What is not edited is preserved byte for byte.
 from fork.language.edit import Edit, since, until
 from fork.language.expressions import add_argument, add_parameter, replace
 from fork.language.statements import (
+    add_base,
     add_decorator,
     add_field,
     add_import,
@@ -34,6 +35,7 @@ __all__ = [
     "EditFile",
     "Woven",
     "add_argument",
+    "add_base",
     "add_decorator",
     "add_field",
     "add_import",

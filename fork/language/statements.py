@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits that insert whole lines: statements, fields, imports and decorators."""
+"""Edits that insert statements, fields and imports, and those of a class's header."""
 
 import ast
 import sys
@@ -159,6 +159,28 @@ def add_decorator(*, scope: str, decorator: str, why: str) -> Edit:
     return Edit(
         operation="add_decorator",
         subject=decorator,
+        search=search,
+        why=why,
+        scope=scope,
+        line=sys._getframe(1).f_lineno,
+    )
+
+
+def add_base(*, scope: str, base: str, why: str) -> Edit:
+    """Let a class without base classes inherit from one."""
+
+    def search(source: Source, owner: Owner) -> Iterator[Splice]:
+        assert isinstance(owner, ast.ClassDef), f"{scope} is no class"
+        if [ast.unparse(one) for one in owner.bases] == [base]:
+            raise Misfit("AlreadyApplied", f'is already applied to "{scope}"')
+        if owner.bases or owner.keywords:
+            raise Misfit("Unfit", f'finds base classes of "{scope}"')
+        at = source.data.index(b":", source.start(owner))
+        yield Splice(at, at, f"({base})".encode())
+
+    return Edit(
+        operation="add_base",
+        subject=base,
         search=search,
         why=why,
         scope=scope,

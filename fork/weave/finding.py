@@ -41,9 +41,7 @@ def _is_a_module(node: ast.ClassDef) -> bool:
     defines = any(
         isinstance(m, ast.FunctionDef) and m.name == "forward" for m in node.body
     )
-    inherits = any(
-        not re.match(r"(torch\.)?nn\.|Protocol", ast.unparse(b)) for b in node.bases
-    )
+    inherits = any(not _PLAIN_BASE.match(ast.unparse(b)) for b in node.bases)
     return defines or inherits
 
 

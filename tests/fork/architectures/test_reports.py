@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from fork.architectures.page import lines, page
+from fork.architectures.page import page
 from fork.architectures.reports import ArchitectureReport, reports, unaccounted
 from tests.fork.architectures._release import EMPTY, TABLES, write
 
@@ -62,12 +62,6 @@ def test_what_does_not_generate_is_refused(rows) -> None:
 def test_an_architecture_without_layers_or_reason_is_unaccounted(rows) -> None:
     found = unaccounted(list(rows.values()))
     assert [row.architecture for row in found] == ["EmptyForCausalLM"]
-
-
-def test_the_lines_name_each_architecture_and_class(rows) -> None:
-    text = "\n".join(lines(list(rows.values())))
-    assert all(f"{name} (" in text for name in rows)
-    assert "models/chosen:ChosenDecoderLayer: pre_attn post_attn post_block" in text
 
 
 RESULT = {

@@ -5,6 +5,7 @@ import pytest
 
 from fork.language import (
     Edit,
+    add_base,
     add_decorator,
     add_field,
     add_import,
@@ -210,6 +211,7 @@ class A:
             "class",
             "@d(1)\nclass",
         ),
+        (add_base(scope="A", base="B", why="test"), "class A:", "class A(B):"),
     ],
     ids=lambda edit: getattr(edit, "operation", ""),
 )

@@ -24,6 +24,7 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.step_consumers import StepSpecs
 from vllm.v1.capture.registry import check_consumer
 from vllm.v1.capture.types import CaptureSpec
+from vllm.v1.residual.frontend.options import EngineOptions
 
 
 class Ready(CaptureConsumer):
@@ -60,30 +61,7 @@ class Plain:
 
 
 def configured(*consumers: Any) -> CaptureConfig:
-    args: Any = SimpleNamespace(
-        capture_consumers=list(consumers),
-        vllm_lens_api=False,
-        allow_remote_code_hooks=False,
-        interp_engine_api=False,
-        enable_patching=False,
-        patch_source_cache_bytes=None,
-        enable_readouts=False,
-        readout_modules=None,
-        mlp_hook_points=False,
-        hook_points=None,
-        capture_graphsafe_key=None,
-        capture_graphsafe_keys=None,
-        capture_consumers_config_override=None,
-        max_dynamic_steering_configs=None,
-        **dict.fromkeys(
-            (
-                *("capture_staging_bytes", "capture_host_memory_bytes"),
-                *("capture_dispatch_queue_size", "capture_dispatch_queue_bytes"),
-                *("capture_overload_policy", "capture_spill_dir"),
-                "capture_spill_max_bytes",
-            )
-        ),
-    )
+    args: Any = EngineOptions(capture_consumers=list(consumers))
     nothing: Any = None
     return capture_config(args, nothing, nothing)
 

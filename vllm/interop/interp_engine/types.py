@@ -4,7 +4,7 @@
 Objects of interp-engine's own classes are accepted wherever these are.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -110,12 +110,7 @@ class SamplingSettings:
 
     def as_dict(self) -> dict[str, float | int | None]:
         """The settings as JSON."""
-        return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "presence_penalty": self.presence_penalty,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

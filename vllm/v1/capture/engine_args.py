@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line options of capture, and the `CaptureConfig` made from them."""
+"""The `CaptureConfig` that is made from the options."""
 
-import argparse
 from collections.abc import Collection
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -35,110 +34,6 @@ _READY: dict[str, dict[str, Any]] = {}
 
 Instances cannot be pickled with the configuration, which travels to other processes.
 """
-
-
-def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line options of capture; `EngineArgs` has a field for each."""
-    group = parser.add_argument_group(
-        "capture", "Activations of the residual stream, delivered to consumers."
-    )
-    group.add_argument(
-        "--capture-consumers",
-        action="append",
-        default=None,
-        metavar="NAME[:key=value,...]",
-        help="A consumer of captured rows, such as filesystem:root=/data/captures; "
-        "repeatable. Values that are JSON are read as JSON; instance_name=... "
-        "names the instance.",
-    )
-    group.add_argument(
-        "--mlp-hook-points",
-        action="store_true",
-        default=False,
-        help="The same as --hook-points mlp_in mlp_out mlp_add.",
-    )
-    group.add_argument(
-        "--hook-points",
-        nargs="+",
-        default=None,
-        metavar="NAME",
-        help="Hook points beside those of the stream, in every layer that has them: "
-        f"{', '.join(OPTIONAL_POINTS)}, or all; and {AFTER}: rows behind what is done "
-        "at any point. A decode step gets slower by each, also where it is not used.",
-    )
-    group.add_argument(
-        "--vllm-lens-api",
-        action="store_true",
-        default=False,
-        help="Honour the request fields of vllm-lens: adds the consumer vllm_lens and "
-        "--enable-steering.",
-    )
-    group.add_argument(
-        "--allow-remote-code-hooks",
-        action="store_true",
-        default=False,
-        help="With --vllm-lens-api: run hook functions that clients send as pickled "
-        "code. Every client can then run any code in the workers.",
-    )
-    group.add_argument(
-        "--interp-engine-api",
-        action="store_true",
-        default=False,
-        help="Mount the routes of interp-engine's server: adds the consumer inline, "
-        "--enable-steering and --enable-readouts.",
-    )
-    group.add_argument(
-        "--capture-staging-bytes",
-        type=int,
-        default=None,
-        help="Device memory for the captured rows of steps; one step captures at most "
-        "half of it, with --enable-readouts a third. Default: room for whole steps at "
-        "one hook point of every layer, at least 256 MiB.",
-    )
-    group.add_argument(
-        "--capture-host-memory-bytes",
-        type=int,
-        default=None,
-        help="Most host memory of a worker for captured rows, shared with the front "
-        "ends. Default: a quarter of the machine's memory.",
-    )
-    group.add_argument(
-        "--capture-dispatch-queue-size",
-        type=int,
-        default=None,
-        help="Most packets of rows that wait for a consumer.",
-    )
-    group.add_argument(
-        "--capture-dispatch-queue-bytes",
-        type=int,
-        default=None,
-        help="Most bytes of rows that wait for a consumer in memory.",
-    )
-    group.add_argument(
-        "--capture-overload-policy",
-        choices=["block", "drop", "spill"],
-        default=None,
-        help="The behaviour when a consumer's queue is full: the engine waits, rows "
-        "are dropped (and counted), or they wait on disk.",
-    )
-    group.add_argument(
-        "--capture-spill-dir",
-        default=None,
-        help="Folder in which rows wait under the policy spill.",
-    )
-    group.add_argument(
-        "--capture-spill-max-bytes",
-        type=int,
-        default=None,
-        help="Most bytes that a worker spills; beyond that, the engine waits.",
-    )
-    group.add_argument(
-        "--capture-graphsafe-key",
-        action="append",
-        default=None,
-        metavar="LAYER:HOOK",
-        help="Accepted for compatibility; every key is graph-safe.",
-    )
 
 
 def capture_config(

@@ -6,7 +6,6 @@ objects, the latter only if the request's functions were sent as code.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,21 +19,12 @@ Saved = dict[str, dict[Any, Any]]
 
 
 class HookResult(msgspec.Struct, array_like=True):
-    """The values that the hooks of one request saved in one worker."""
+    """The values that the hooks of one request saved, in one worker or in all."""
 
     own: dict[str, Any]
     shared: dict[str, Any]
     errors: dict[str, str]
     """Error messages, by the hook's key."""
-
-
-@dataclass(slots=True)
-class HookResults:
-    """The values that the hooks of one request saved in all workers."""
-
-    own: Saved = field(default_factory=dict)
-    shared: Saved = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
 
 
 def encode(result: HookResult, pickles: bool) -> bytes:
@@ -78,13 +68,13 @@ def decode(data: bytes, pickles: bool) -> HookResult:
     return msgspec.msgpack.Decoder(HookResult, ext_hook=hook).decode(data)
 
 
-def merged_results(parts: Sequence[bytes | None], pickles: bool) -> HookResults:
+def merged_results(parts: Sequence[bytes | None], pickles: bool) -> HookResult:
     """Merge the results of all workers; each pipeline stage runs its own layers.
 
     Lists under one key are joined in the order of the stages; of other values the last
     stage's is kept.
     """
-    found = HookResults()
+    found = HookResult({}, {}, {})
     for part in parts:
         if part is None:
             continue

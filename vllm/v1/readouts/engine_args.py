@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line options and engine arguments for readouts and SAEs."""
+"""The configuration of readouts and SAEs, made from the options."""
 
-import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,34 +24,6 @@ from vllm.v1.residual.tap import HOOK_NAMES, INNER_POINTS, Tap
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
-
-
-def add_readout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that correspond to fields of `EngineArgs`."""
-    group = parser.add_argument_group(
-        "readouts", "Probes, lenses and features, computed on the device."
-    )
-    group.add_argument(
-        "--enable-readouts",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="Allow readouts in requests; implied by --readout-modules. They take "
-        "a third of --capture-staging-bytes, whose default grows by half.",
-    )
-    group.add_argument(
-        "--readout-modules",
-        action="append",
-        default=None,
-        metavar="NAME=PATH",
-        help="A named probe or translator from a file; repeatable.",
-    )
-    group.add_argument(
-        "--sae",
-        action="append",
-        default=None,
-        metavar="NAME=PATH",
-        help="A named sparse autoencoder from a file or folder; repeatable.",
-    )
 
 
 def readout_config(args: "EngineArgs", model_config: "ModelConfig") -> ReadoutConfig:

@@ -32,12 +32,7 @@ def model(width: int = 4, layers: int = 3) -> Any:
 
 
 def arguments(path: str) -> Any:
-    return steering_arguments(
-        steering_modules={"calm": path},
-        enable_readouts=False,
-        readout_modules=None,
-        sae=None,
-    )
+    return steering_arguments(steering_modules={"calm": path})
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,15 @@ from pydantic import TypeAdapter
 from tests.v1.steering.frontend._arguments import steering_arguments
 from vllm.config.steering import SteeringConfig
 from vllm.entrypoints.serve.steering.authority import may_change, steering_keys
+from vllm.v1.residual.frontend.options import add_options
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend import engine_args
-from vllm.v1.steering.frontend.engine_args import (
-    API_KEY_VARIABLE,
-    add_steering_arguments,
-    steering_config,
-)
+from vllm.v1.steering.frontend.engine_args import API_KEY_VARIABLE, steering_config
 
 
 def config(*arguments: str) -> Any:
     parser = argparse.ArgumentParser()
-    add_steering_arguments(parser)
-    # Declared together with the options of capture.
-    parser.set_defaults(
-        vllm_lens_api=False, allow_remote_code_hooks=False, interp_engine_api=False
-    )
+    add_options(parser)
     return steering_config(parser.parse_args(arguments))  # type: ignore[arg-type]
 
 

@@ -4,9 +4,10 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from vllm.v1.capture.engine_args import add_capture_arguments, capture_config
-from vllm.v1.readouts.engine_args import add_readout_arguments, readout_config
+from vllm.v1.capture.engine_args import capture_config
+from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.residual.frontend.named_files import named_files
+from vllm.v1.residual.frontend.options import EngineOptions, add_options
 from vllm.v1.steering.frontend import engine_args as steering
 
 if TYPE_CHECKING:
@@ -14,7 +15,13 @@ if TYPE_CHECKING:
     from vllm.config.steering import SteeringConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["add_arguments", "capture_config", "readout_config", "steering_config"]
+__all__ = [
+    "EngineOptions",
+    "add_arguments",
+    "capture_config",
+    "readout_config",
+    "steering_config",
+]
 
 
 INTERP_CONFIGS = 16
@@ -54,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"--enable-steering, --max-steering-configs {INTERP_CONFIGS} and, on a server, "
         "--enable-lens-page.",
     )
-    add_capture_arguments(parser)
-    add_readout_arguments(parser)
-    steering.add_steering_arguments(parser)
+    add_options(parser)
 
 
 def steering_config(

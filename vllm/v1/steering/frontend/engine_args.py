@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line options and engine arguments of steering."""
+"""The configuration of steering, made from the options."""
 
-import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -21,109 +20,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-ALWAYS_THERE = (
-    "--enable-declarative-gates",
-    "--enable-cross-layer-monitor",
-    "--enable-row-monitor",
-)
-"""Options of an earlier fork for what every server that steers can do here."""
-
 API_KEY_VARIABLE = "VLLM_STEERING_API_KEY"
-
-
-def add_steering_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that `EngineArgs` has fields for."""
-    group = parser.add_argument_group(
-        "steering", "Changes to the residual stream, per request or global."
-    )
-    group.add_argument(
-        "--enable-steering",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="Allow requests to steer hidden states.",
-    )
-    group.add_argument(
-        "--max-steering-configs",
-        type=int,
-        default=4,
-        help="Most distinct steering configurations in a batch; further requests wait.",
-    )
-    group.add_argument(
-        "--max-steering-ops",
-        type=int,
-        default=8,
-        help="Most operations of a request at one token and hook point; "
-        "plain additions are one sum and do not count.",
-    )
-    group.add_argument(
-        "--steering-bank-mib",
-        type=int,
-        default=256,
-        metavar="MIB",
-        help="Device memory for the vectors of operations, part of the model's memory. "
-        "Rows for a prompt at all layers take tokens x layers x hidden size x 4 bytes; "
-        "further requests wait.",
-    )
-    group.add_argument(
-        "--enable-patching",
-        action="store_true",
-        default=False,
-        help="Keep runs and patch requests from them: adds the consumer patch_source, "
-        "--enable-steering and the slots of --max-patch-slots.",
-    )
-    group.add_argument(
-        "--max-patch-slots",
-        type=int,
-        default=64,
-        help="With --enable-patching, most differently patched requests in a batch: "
-        "raises --max-steering-configs to this number.",
-    )
-    group.add_argument(
-        "--patch-source-cache-bytes",
-        type=int,
-        default=None,
-        metavar="BYTES",
-        help="With --enable-patching, most bytes of the rows of kept runs; those not "
-        "used for longest are dropped.",
-    )
-    group.add_argument(
-        "--max-dynamic-steering-configs",
-        type=int,
-        default=None,
-        help="How many requests consumers may steer by other vectors at a time (4). "
-        "Given, all consumers of a worker may steer; without it only those that run "
-        "within the step.",
-    )
-    for option in ALWAYS_THERE:
-        group.add_argument(
-            option,
-            action="store_true",
-            default=False,
-            help="Accepted for compatibility: gates need no option.",
-        )
-    group.add_argument(
-        "--declarative-probe-sites",
-        action="append",
-        default=None,
-        metavar="LAYER:HOOK",
-        help="Accepted for compatibility: probes read at any hook point.",
-    )
-    group.add_argument(
-        "--steering-modules",
-        nargs="+",
-        action="extend",
-        default=None,
-        metavar="NAME=PATH",
-        help="Files of named vectors, which requests name in steering_name.",
-    )
-    group.add_argument(
-        "--steering-api-key",
-        action="append",
-        default=None,
-        metavar="KEY",
-        help="A key that permits changes of steering over HTTP; repeatable, so that "
-        f"keys can be rotated. Also {API_KEY_VARIABLE}.",
-    )
 
 
 def steering_config(
@@ -244,7 +141,7 @@ def _max_dynamic(number: int | None, enabled: bool) -> int:
 
 
 def _needless(args: "EngineArgs") -> list[str]:
-    """The options given for what is always there."""
+    """The options given of an earlier fork for what every server that steers can do."""
     given = {
         "--enable-declarative-gates": args.enable_declarative_gates,
         "--enable-cross-layer-monitor": args.enable_cross_layer_monitor,

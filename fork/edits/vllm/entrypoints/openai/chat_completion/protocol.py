@@ -26,17 +26,11 @@ EDITS = [
     add_field(
         scope="BatchChatCompletionRequest",
         after="return_token_ids",
-        insert="""
-steering_vectors: dict[str, Any] | None = None
-prefill_steering_vectors: dict[str, Any] | None = None
-decode_steering_vectors: dict[str, Any] | None = None
-steering_name: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
-steering_module_ref: list[Any] | None = None
-steering_clamps: dict[str, Any] | None = None
-prefill_steering_clamps: dict[str, Any] | None = None
-decode_steering_clamps: dict[str, Any] | None = None
-steering_receipt: bool = Field(default=False, strict=True)
-""",
+        insert="\n".join(
+            line
+            for line in REQUEST.splitlines()
+            if "steering_" in line.partition(":")[0]
+        ),
         why="All conversations of a batch have the same steering.",
     ),
     *[
