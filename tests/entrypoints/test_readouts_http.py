@@ -4,10 +4,11 @@
 import base64
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,11 @@ def test_rows_are_kept_where_a_readout_fires(server: Server) -> None:
     assert (
         told["kept"] == 2 and [one["positions"] for one in told["payload"]] == [[1]] * 2
     )
+    counted = r'^vllm:capture_kept_rows_total\{consumer="inline",[^}]*\} 2\.0$'
+    deadline = monotonic() + 30
+    while not re.search(counted, server.get("/metrics").body, re.MULTILINE):
+        assert monotonic() < deadline, "the metric does not count the rows"
+        sleep(0.1)
     refused = server.post(
         "/v1/completions", asked | {"stream": True, "capture_stream": True}
     )

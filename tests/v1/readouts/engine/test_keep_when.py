@@ -75,15 +75,18 @@ def test_requests_that_do_not_fire_write_nothing(
     plain = run(engine, {"inline": ROWS})
     most = sorted(float(sizes(one).max()) for one in plain)
     at = (most[1] + most[2]) / 2
-    spec = ROWS | {"tag": "kept", "keep_when": {"readout": "size", "above": at}}
-    outputs = run(engine, {"filesystem": spec})
+    spec = ROWS | {"keep_when": {"readout": "size", "above": at}}
+    tagged = dict.fromkeys(("filesystem", "arrow", "single"), spec | {"tag": "kept"})
+    outputs = run(engine, {**tagged, "inline": spec, "keeper": spec})
     written = {path.parent.name for path in files.glob("*/files/kept/*/*")}
     for whole, output in zip(plain, outputs):
-        result = output.capture_results["filesystem"]
         fires = bool(sizes(whole).max() > at)
-        assert result.status == "ok" and bool(result.payload) == fires
         rows = len(sizes(output)) * NUM_TAPS
-        assert result.kept == (rows if fires else 0)
+        assert len(output.capture_results) == 5
+        for name, result in output.capture_results.items():
+            assert result.status == "ok" and result.kept == (rows if fires else 0)
+            if name != "keeper":  # Which says what it got, also if that is nothing.
+                assert bool(result.payload) == fires, name
         assert (output.request_id in written) == fires
     assert sum(bool(one.capture_results["filesystem"].kept) for one in outputs) == 1
 
