@@ -86,6 +86,7 @@ def difference(server: Server, prompt: list[int], **fields: Any) -> float:
 def test_a_grid_is_what_single_patched_requests_are(server: Server) -> None:
     hooks = ["pre_attn", "post_block"]
     body = {**ASKED, "hooks": hooks, "source_run": "clean", "keep_source": True}
+    body["resume"] = False
     reply = server.post(ROUTE, body)
     assert reply.status == 200, reply
     found = reply.body
@@ -395,6 +396,7 @@ def test_an_interrupted_client_ends_the_cells(server: Server, client: Client) ->
         ({"seed": -1}, "seed"),
         ({"logprobs": "x"}, "logprobs"),
         ({"stream": "yes"}, "stream"),
+        ({"resume": 1}, "resume"),
         ({"clean_baseline": "x"}, "clean_baseline"),
         ({"n_cells": 3}, "n_cells"),
     ],

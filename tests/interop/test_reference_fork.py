@@ -284,6 +284,18 @@ def test_patches_that_cannot_be_are_refused(bad: Any, message: str) -> None:
         admit(test_sources.admission(), patch=bad)
 
 
+def test_a_position_beyond_the_prompt_is_that_of_the_patch() -> None:
+    bad, own = (
+        [patch(source_module="zeros", dest_position=99)],
+        {"pre_attn": {0: STEER}},
+    )
+    for fields in ({}, {"steering_vectors": own}, {"prefill_steering_vectors": own}):
+        with pytest.raises(SteeringValidationError) as refused:
+            admit(test_sources.admission(), patch=bad, **fields)
+        assert refused.value.parameter == "patch.post_attn.1.positions"
+        assert refused.value.value == "99"
+
+
 def test_rows_without_patches_are_refused() -> None:
     with pytest.raises(SteeringValidationError, match="must list 1 to"):
         admit(test_sources.admission(), **INLINE)

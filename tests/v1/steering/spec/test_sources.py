@@ -21,7 +21,7 @@ from vllm.v1.steering.spec.parse import SteeredModel
 from vllm.v1.steering.spec.sources import Sources
 
 KEPT = [0, 1, 2, 4]
-ROWS = torch.arange(len(KEPT) * WIDTH).reshape(-1, WIDTH).to(torch.bfloat16) / 3
+ROWS = torch.arange(len(KEPT) * WIDTH).reshape(-1, WIDTH).to(torch.bfloat16) / 3 - 4
 TAP = (1, "post_attn")
 
 

@@ -3,8 +3,10 @@
 
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +95,19 @@ def test_a_kernel_reads_the_addresses_of_a_stretch(position: int, token: int) ->
     for each in (words, expected):
         each.view(np.int64).reshape(-1, 16)[:, 5] = 0
     assert words.tolist() == expected.tolist()
+
+
+def test_tensors_that_a_program_joins_stay_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the rows of several features of one SAE, which are copied together."""
+    phase = Phase(matrix([0, 1]), {}, {TAP}, WIDTH, CPU)
+    ((number, made),) = phase.numbered(TAP, frozenset({0}))
+    joined = [replace(made, read=made.read.clone())]
+    alive = ref(joined[0].read)
+    monkeypatch.setattr(phase, "numbered", lambda *_: [(number, joined.pop())])
+    template = Template(phase, frozenset({0}))
+    assert template.words.size and alive() is not None
 
 
 def test_phases_and_configurations_share_what_is_on_the_device() -> None:

@@ -22,8 +22,9 @@ FIELDS = (
     *("metric", "logprobs", "stream", "clean_baseline", "keep_source"),
     # An earlier fork's route does not have these.
     *("answer", "foil", "heads", "effect", "source", "subject", "noise", "seed"),
+    "resume",
 )
-FLAGS = ("stream", "keep_source")
+FLAGS = ("stream", "keep_source", "resume")
 
 
 def sweep_of(body: Mapping[str, Any]) -> Sweep:

@@ -4,8 +4,9 @@
 After admission nothing can fail because of what the user wrote.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -97,9 +98,11 @@ class SteeringAdmission:
             return
         if resumable and (is_steered or receipt):
             raise _refused_session(params)
-        tiers = packed(self.parse(given, REQUEST_FIELDS), REQUEST_FIELDS)
+        most = params.max_tokens
+        check = partial(check_positions, num_prompt=num_prompt, max_tokens=most)
+        tiers = packed(self.parse(given, REQUEST_FIELDS, check), REQUEST_FIELDS)
         tiers = for_prompt(tiers, num_prompt, "steering_vectors")
-        check_positions(tiers, REQUEST_FIELDS, num_prompt, params.max_tokens)
+        check(tiers, REQUEST_FIELDS)
         if tiers:  # A module alone was checked when it was registered.
             check_sums(tiers, self.model.dtype)
         names = parse_names(params.steering_name, params.steering_module_ref)
@@ -161,13 +164,17 @@ class SteeringAdmission:
         return tiers
 
     def parse(
-        self, given: Mapping[str, Any], names: Mapping[str, str]
+        self,
+        given: Mapping[str, Any],
+        names: Mapping[str, str],
+        check: Callable[[SteeringTiers, Mapping[str, str]], Any] = lambda *_: None,
     ) -> dict[str, Parsed]:
         """Parse and check the tiers that are given.
 
         Args:
             given: by field, what the user wrote, or None.
             names: our fields of vectors, by tier.
+            check: called with what another form's field has, and its name by tier.
 
         """
         parts = self._in_our_fields(given)
@@ -175,6 +182,9 @@ class SteeringAdmission:
         for tier, field in names.items():
             for raw, name in parts.get(field, ()):
                 one = self._parsed(raw, name)
+                if name != field:
+                    own = {**names, tier: name}
+                    check(packed({tier: one}, own), own)
                 parsed[tier] = together(parsed[tier], one) if tier in parsed else one
         return by_phase(parsed, names)
 

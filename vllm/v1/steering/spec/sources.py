@@ -14,7 +14,7 @@ from vllm.v1.residual.spans import NAMED, selected
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import SteeringTiers
-from vllm.v1.steering.spec.arrays import Array, as_array
+from vllm.v1.steering.spec.arrays import Array
 
 if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel
@@ -127,10 +127,13 @@ def _of_run(run: KeptRun, tap: Tap, positions: Any, where: str, name: str) -> Ar
                 f"{where}.positions",
                 position,
             )
-    # From 3,000 numbers on `rows[places]` wakes all of PyTorch's threads, which then
-    # wait actively: half a millisecond, and all cores, for each cell of a sweep.
-    rows = run.rows[tap].index_select(0, torch.tensor(places, dtype=torch.long))
-    return as_array(rows, where)
+    # PyTorch would wake all of its threads, which then wait actively: half a
+    # millisecond, and all cores, for each cell of a sweep. NumPy has no bfloat16.
+    rows = run.rows[tap]
+    if rows.dtype != torch.bfloat16:
+        return rows.numpy()[places].astype(np.float32, copy=False)
+    halves = rows.view(torch.int16).numpy()[places]
+    return (halves.astype(np.uint32) << 16).view(np.float32)
 
 
 def _wanted(raw: Any, num_prompt: int, where: str) -> Sequence[int]:

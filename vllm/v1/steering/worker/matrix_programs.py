@@ -77,14 +77,15 @@ class Template:
         self._rows = {
             number: _Rows(phase.operations[number]) for number in active & phase.by_row
         }
-        programs = {
+        self._programs = {
             tap: phase.numbered(tap, active) for tap in sorted(phase.taps_of(active))
         }
+        """Instructions with their operations' numbers; their tensors must stay."""
         words: list[npt.NDArray[np.int32]] = []
         self._starts: dict[Tap, int] = {}
         self._patches: list[Patch] = []
         length = 0
-        for tap, numbered in programs.items():
+        for tap, numbered in self._programs.items():
             program = words_of(tuple(made for _, made in numbered))
             self._starts[tap] = length
             each = len(program) // (1 + len(numbered))
