@@ -75,7 +75,7 @@ def test_options_that_do_not_fit_end_the_command(
     [
         *([], ["serve", "--help"], CAPTURE, PROBE, ["capture", "--help=all"]),
         [*CAPTURE, "--dtype", "float32", "--max_tokens", "4", "--no-enforce-eager"],
-        [*CAPTURE, "--tensor-par", "2", "--hook-points", "z", "--of-a-platform"],
+        [*CAPTURE, "--tensor-par", "2", "--sae", "a=b", "--enable-patching"],
         [*CAPTURE, "--compilation-config.mode=0", "-O0", "--kv-cache-dtype", "auto"],
         ["capture", "--config", "all.yaml", "--limit", "few"],
     ],

@@ -250,7 +250,8 @@ def misspelt(word: str) -> str | None:
     """
     name = re.split("[=.]", word)[0].replace("_", "-")
     here = Path(__file__).parent
-    engine = (here.parents[1] / "engine" / "arg_utils.py").read_text("utf-8")
+    sources = "engine/arg_utils.py", "v1/residual/frontend/options.py"
+    engine = "".join((here.parents[1] / one).read_text("utf-8") for one in sources)
     texts = [engine, *(path.read_text("utf-8") for path in here.glob("*/*.py"))]
     known = {found for text in texts for found in re.findall('"(--[a-z0-9-]+)"', text)}
     fields = re.findall("^    ([a-z0-9_]+): ", engine, re.MULTILINE)
