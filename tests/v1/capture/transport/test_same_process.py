@@ -52,6 +52,7 @@ def test_rows_are_there_when_the_call_returns_without_a_copy(
         "token_ids": [7, None],
         "encoding": "zstd",
         "transport": "http",
+        "heads": [],
     }
 
 
