@@ -59,7 +59,11 @@ def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
 
 @contextmanager
 def _server(url: str, api_key: str | None) -> Iterator[Any]:
-    from clearbox_client import ClearboxError
+    try:
+        from clearbox_client import ClearboxError
+    except ImportError:
+        message = "server: the client asks it: pip install clearbox-client"
+        raise fail(message, "server", url) from None
 
     from vllm.steering.server import ServerEngine
 
