@@ -6,7 +6,7 @@ import io
 import tokenize
 from textwrap import dedent
 
-from fork.language.source import Definition
+from fork.language.source import Definition, top_line
 
 
 class Code:
@@ -47,7 +47,7 @@ class Code:
         """The line above which a definition needs blank lines; otherwise 0."""
         if not isinstance(node, Definition):
             return 0
-        top = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        top = top_line(node)
         while top > 1 and self._lines[top - 2].startswith("#"):
             top -= 1
         return 0 if top > 1 and not self._lines[top - 2] else top

@@ -2,6 +2,7 @@
 """Edits: what they are looked up by, and the changes of bytes that they become."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -123,6 +124,23 @@ class Edit:
         if moved:
             return Misfit("Moved", f"{text}; it is now {moved}")
         return Misfit("MissingAnchor", text)
+
+
+def edit(
+    subject: str, search: Search, *, why: str, scope: str = "", count: int = 1
+) -> Edit:
+    """The edit of the operation that calls this, which an edit file has called."""
+    operation = sys._getframe(1)
+    assert operation.f_back is not None, "an operation is called by an edit file"
+    return Edit(
+        operation=operation.f_code.co_name,
+        subject=subject,
+        search=search,
+        why=why,
+        scope=scope,
+        line=operation.f_back.f_lineno,
+        count=count,
+    )
 
 
 def _in(scope: str) -> str:

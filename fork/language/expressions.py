@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Edits within a statement: expressions, parameters and arguments."""
+"""Edits within a statement: expressions, parameters and arguments.
+
+Without them an edit would replace the whole statement, and copy upstream's code.
+"""
 
 import ast
 import re
-import sys
 from collections.abc import Iterator, Sequence
 
-from fork.language.edit import Edit, Splice
+from fork.language.edit import Edit, Splice, edit
 from fork.language.pattern import matches, parse_expression
 from fork.language.source import Owner, Source, expressions
 
@@ -30,15 +32,7 @@ def replace(*, scope: str, anchor: str, by: str, why: str, count: int = 1) -> Ed
                 lines = new.replace(b"\n", b"\n" + margin[0])
                 yield Splice(source.start(node), source.end(node), lines)
 
-    return Edit(
-        operation="replace",
-        subject=anchor,
-        search=search,
-        why=why,
-        scope=scope,
-        count=count,
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(anchor, search, why=why, scope=scope, count=count)
 
 
 def add_argument(
@@ -56,15 +50,7 @@ def add_argument(
                 items: list[ast.expr | ast.keyword] = [*node.args, *named]
                 yield _item(source, source.end(node.func), items, argument)
 
-    return Edit(
-        operation="add_argument",
-        subject=f"{call}({argument})",
-        search=search,
-        why=why,
-        scope=scope,
-        count=count,
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(f"{call}({argument})", search, why=why, scope=scope, count=count)
 
 
 def add_parameter(*, scope: str, parameter: str, why: str) -> Edit:
@@ -79,14 +65,7 @@ def add_parameter(*, scope: str, parameter: str, why: str) -> Edit:
         items: list[ast.expr | ast.arg] = [*filter(None, named), *filter(None, values)]
         yield _item(source, source.start(owner), items, parameter)
 
-    return Edit(
-        operation="add_parameter",
-        subject=parameter,
-        search=search,
-        why=why,
-        scope=scope,
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(parameter, search, why=why, scope=scope)
 
 
 def _item(

@@ -2,13 +2,19 @@
 """Edits that insert statements, fields and imports, and those of a class's header."""
 
 import ast
-import sys
 from collections.abc import Iterator
 
 from fork.language.code import Code
-from fork.language.edit import Edit, Misfit, Splice
+from fork.language.edit import Edit, Misfit, Splice, edit
 from fork.language.pattern import parse_anchor
-from fork.language.source import Definition, Owner, Source, blocks, places
+from fork.language.source import (
+    Definition,
+    Owner,
+    Source,
+    blocks,
+    places,
+    top_line,
+)
 
 
 def after(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) -> Edit:
@@ -20,15 +26,7 @@ def after(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) -> 
             if (node := pattern.last_of(place)) is not None:
                 yield _below(source, node, code)
 
-    return Edit(
-        operation="after",
-        subject=anchor,
-        search=search,
-        why=why,
-        scope=scope,
-        count=count,
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(anchor, search, why=why, scope=scope, count=count)
 
 
 def before(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) -> Edit:
@@ -40,15 +38,7 @@ def before(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) ->
             if pattern.last_of((block, index)) is not None:
                 yield _above(source, block[index], code)
 
-    return Edit(
-        operation="before",
-        subject=anchor,
-        search=search,
-        why=why,
-        scope=scope,
-        count=count,
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(anchor, search, why=why, scope=scope, count=count)
 
 
 def first(
@@ -62,14 +52,8 @@ def first(
             yield _on_top(source, body, code)
 
     _check_header(anchor)
-    return Edit(
-        operation="first",
-        subject=anchor or scope or "<module>",
-        search=search,
-        why=why,
-        scope=scope,
-        count=count,
-        line=sys._getframe(1).f_lineno,
+    return edit(
+        anchor or scope or "<module>", search, why=why, scope=scope, count=count
     )
 
 
@@ -84,14 +68,8 @@ def last(
             yield _below(source, body[-1], code)
 
     _check_header(anchor)
-    return Edit(
-        operation="last",
-        subject=anchor or scope or "<module>",
-        search=search,
-        why=why,
-        scope=scope,
-        count=count,
-        line=sys._getframe(1).f_lineno,
+    return edit(
+        anchor or scope or "<module>", search, why=why, scope=scope, count=count
     )
 
 
@@ -112,14 +90,7 @@ def add_field(*, scope: str, after: str, insert: str, why: str) -> Edit:
         documented = _is_docstring(*owner.body[index + 1 : index + 2])
         yield _below(source, owner.body[index + documented], code)
 
-    return Edit(
-        operation="add_field",
-        subject=after,
-        search=search,
-        why=why,
-        scope=scope,
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(after, search, why=why, scope=scope)
 
 
 def add_import(statement: str, *, why: str) -> Edit:
@@ -137,14 +108,7 @@ def add_import(statement: str, *, why: str) -> Edit:
         else:
             yield _on_top(source, owner.body, code)
 
-    return Edit(
-        operation="add_import",
-        subject=statement,
-        search=search,
-        why=why,
-        scope="",
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(statement, search, why=why)
 
 
 def add_decorator(*, scope: str, decorator: str, why: str) -> Edit:
@@ -153,17 +117,10 @@ def add_decorator(*, scope: str, decorator: str, why: str) -> Edit:
 
     def search(source: Source, owner: Owner) -> Iterator[Splice]:
         assert isinstance(owner, Definition), "a module takes no decorator"
-        at = source.line_start(_top_line(owner))
+        at = source.line_start(top_line(owner))
         yield Splice(at, at, source.indent(owner) + line + source.newline)
 
-    return Edit(
-        operation="add_decorator",
-        subject=decorator,
-        search=search,
-        why=why,
-        scope=scope,
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(decorator, search, why=why, scope=scope)
 
 
 def add_base(*, scope: str, base: str, why: str) -> Edit:
@@ -178,14 +135,7 @@ def add_base(*, scope: str, base: str, why: str) -> Edit:
         at = source.data.index(b":", source.start(owner))
         yield Splice(at, at, f"({base})".encode())
 
-    return Edit(
-        operation="add_base",
-        subject=base,
-        search=search,
-        why=why,
-        scope=scope,
-        line=sys._getframe(1).f_lineno,
-    )
+    return edit(base, search, why=why, scope=scope)
 
 
 def _check_header(anchor: str | None) -> None:
@@ -206,12 +156,6 @@ def _bodies(owner: Owner, anchor: str | None) -> Iterator[list[ast.stmt]]:
             yield next(blocks(node))
 
 
-def _top_line(node: ast.stmt) -> int:
-    """The first line of a statement, that of its decorators if it has some."""
-    decorators = getattr(node, "decorator_list", ())
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
-
-
 def _indent(source: Source, node: ast.stmt) -> bytes:
     indent = source.indent(node)
     if indent.strip():
@@ -227,7 +171,7 @@ def _below(source: Source, node: ast.stmt, code: Code) -> Splice:
 
 def _above(source: Source, node: ast.stmt, code: Code) -> Splice:
     """Blank lines stay above what is inserted, comments with their statement."""
-    top = _top_line(node)
+    top = top_line(node)
     indent = _indent(source, node)
     while top > 1 and source.line(top - 1).startswith(indent + b"#"):
         top -= 1
@@ -242,7 +186,7 @@ def _on_top(source: Source, body: list[ast.stmt], code: Code) -> Splice:
         index += 1
     if index:
         return _below(source, body[index - 1], code)
-    top, indent = _top_line(body[0]), _indent(source, body[0])
+    top, indent = top_line(body[0]), _indent(source, body[0])
     while indent and source.line(top - 1).strip()[:1] in (b"", b"#"):
         top -= 1
     at = source.line_start(top)

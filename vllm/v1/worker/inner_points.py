@@ -251,7 +251,7 @@ def _why_no_router(routed: Sequence[Any]) -> str:
     """Why the choice of experts is not read, where it is not."""
     if not routed:
         return "it has no routed experts"
-    if routed[0].moe_config.dp_size > 1 or routed[0].moe_config.is_sequence_parallel:
+    if _spreads_tokens(routed[0].moe_config):
         return "tokens are spread over ranks before experts are chosen"
     if routed[0].is_monolithic:
         return "the kernel of the experts chooses them itself"
@@ -355,7 +355,7 @@ def _of_mlp(layer: nn.Module) -> dict[str, InnerPoint]:
 def _of_experts(runner: Any) -> dict[str, InnerPoint]:
     """The points of upstream's layer of routed experts."""
     config, router = runner.moe_config, runner.router
-    if config.dp_size > 1 or config.is_sequence_parallel:
+    if _spreads_tokens(config):
         return {}  # It computes other tokens than those of the step.
     shape = PointShape(config.num_logical_experts)
     points: dict[str, InnerPoint] = {}
@@ -372,6 +372,11 @@ def _of_experts(runner: Any) -> dict[str, InnerPoint]:
         for index, name in enumerate(("expert_weights", "expert_ids")):
             points[name] = InnerPoint(runner, shape, index, router=router)
     return points
+
+
+def _spreads_tokens(config: Any) -> bool:
+    """Whether ranks exchange tokens before experts are chosen."""
+    return bool(config.dp_size > 1 or config.is_sequence_parallel)
 
 
 def _is_routed(module: nn.Module) -> bool:

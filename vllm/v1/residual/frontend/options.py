@@ -2,7 +2,8 @@
 """The options of the features, which `EngineArgs` inherits.
 
 Upstream's `get_kwargs` makes those of the command line from them; their docstrings are
-the help texts, in which no line begins with an option.
+the help texts, in which no line begins with an option. Otherwise each option stands in
+the fields of `EngineArgs` and, with its default again, in a parser.
 """
 
 import argparse

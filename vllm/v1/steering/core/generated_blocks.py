@@ -5,6 +5,11 @@ What acts in a step is known only from its output: another step may have been sc
 before. A block of generated tokens is therefore hashed and shared when the outputs of
 all steps that computed it are there, and its hash names what acted at its tokens.
 Until then its hash is the request's own.
+
+Without this no generated block is shared while a consumer within the step might act,
+so that each turn of a conversation computes the answers before it again: with an idle
+one the next turn hits all of its full blocks, where it hit none. The time that this
+saves was not measured alone.
 """
 
 from dataclasses import dataclass, field

@@ -70,11 +70,15 @@ def unpack_array(
             f"{at}.data holds {len(raw)} bytes, but {expected}", f"{at}.data", len(raw)
         )
     if dtype == "bfloat16":
-        bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(shape)
+        return from_bfloat16(np.frombuffer(raw, dtype="<u2")).reshape(shape)
     with np.errstate(over="ignore"):  # Overflow gives infinity, which is refused later.
         rows = np.frombuffer(raw, dtype=DTYPES[dtype]).astype(np.float32)
     return rows.reshape(shape)
+
+
+def from_bfloat16(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    """The numbers of bfloat16, given as its bits, which NumPy has no dtype for."""
+    return (halves.astype(np.uint32) << 16).view(np.float32)
 
 
 def _size(dtype: str) -> int:

@@ -15,6 +15,7 @@ from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.arrays import Array
+from vllm.v1.steering.spec.packing import from_bfloat16
 
 if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel
@@ -132,8 +133,7 @@ def _of_run(run: KeptRun, tap: Tap, positions: Any, where: str, name: str) -> Ar
     rows = run.rows[tap]
     if rows.dtype != torch.bfloat16:
         return rows.numpy()[places].astype(np.float32, copy=False)
-    halves = rows.view(torch.int16).numpy()[places]
-    return (halves.astype(np.uint32) << 16).view(np.float32)
+    return from_bfloat16(rows.view(torch.uint16).numpy()[places])
 
 
 def _wanted(raw: Any, num_prompt: int, where: str) -> Sequence[int]:

@@ -100,7 +100,6 @@ class WorkerSteering:
         self._unloaded: dict[int, str] = {}
         """The slots that could not be loaded, with the reasons."""
         self._prompt_lengths: dict[str, int] = {}
-        """The planned step's programs, where there is no kernel."""
         self._held = HeldGates(device, self.tables.fired)
         """Gate decisions that hold for later tokens."""
         self.doses = StepDoses(device, doses)
