@@ -29,6 +29,7 @@ from vllm.v1.worker.residual_graphs import (
     GraphRecorder,
     Ops,
     as_recorded,
+    begin_recording,
     dispatched_families,
     end_recording,
     families_at_start,
@@ -44,7 +45,7 @@ CAPTURE = {tap: 1000 + number for number, tap in enumerate(TAPS)}
 STEERING = {tap: 2000 + number for number, tap in enumerate(TAPS)}
 STEERS = frozenset(STEERING.values())
 EVERYTHING = frozenset(CAPTURE.values()) | frozenset(STEERING.values())
-FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 8, 1)
+FULL = BatchExecutionDescriptor(CUDAGraphMode.FULL, 1, 1, 1)
 SIZES = (512, 400, 384, 256, 200, 184, 24, 16, 8, 4, 2, 1)
 PIECES = [BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, n, None) for n in SIZES]
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -276,14 +277,15 @@ def test_steps_that_ranks_must_pad_alike_are_padded_no_further(
 @pytest.mark.parametrize(
     ("requests", "several", "expected"),
     [
-        (32, {}, [0, 1, 2, 3]),
-        (24, {}, [0, 3]),
-        (24, {"ranks": 2}, [0, 3]),
-        (24, {"stages": 2}, [0, 3]),
+        (1, {}, [0, 1, 2, 3]),
+        (32, {}, [0, 3]),
+        (24, {}, [0]),
+        (24, {"ranks": 2}, [0]),
+        (24, {"stages": 2}, [0]),
         (24, {"engines": 2}, [0, 1, 2, 3]),
     ],
 )
-def test_what_can_be_recorded_later_is_recorded_for_usual_sizes(
+def test_what_can_be_recorded_later_is_recorded_for_few_sizes(
     requests: int, several: dict[str, int], expected: list[int]
 ) -> None:
     families()
@@ -293,21 +295,68 @@ def test_what_can_be_recorded_later_is_recorded_for_usual_sizes(
     assert [one.tapped for one in made[CUDAGraphMode.FULL]] == expected
 
 
-def test_a_step_of_an_unusual_size_runs_everything_until_more_is_recorded(
+def unusual(graphs: GraphFamilies, manager: Any, needed: Ops) -> Ops | None:
+    """The ops that a step of 7 requests launches; None if no graph is run."""
+    graphs.plan(needed & STEERS, needed - STEERS)
+    chosen = graphs.choose(replace(FULL, num_tokens=7, num_reqs=7), manager)
+    graphs.end()
+    if chosen.cg_mode == CUDAGraphMode.NONE:
+        assert (chosen.num_tokens, chosen.tapped) == (7, 0)
+        return None
+    launched: Ops = manager.graphs[chosen]
+    return launched
+
+
+def test_the_first_step_of_an_unusual_size_records_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 2)
+    # What every size may need once is not counted.
+    monkeypatch.setattr(residual_graph_choice, "MOST_RECORDED", 1)
     graphs, manager = families(), Manager()
-    typed: Any = manager
-    step = replace(FULL, num_tokens=7, num_reqs=7)
-    for one in with_families({CUDAGraphMode.FULL: [step]}, config())[step.cg_mode]:
+    launched = [unusual(graphs, manager, STEERS) for _ in range(4)]
+    assert launched == [EVERYTHING, EVERYTHING, STEERS, STEERS]
+    other = frozenset({CAPTURE[2, "post_block"]})
+    assert [unusual(graphs, manager, other) for _ in range(4)] == [EVERYTHING] * 4
+
+
+def test_a_step_whose_first_graph_cannot_be_recorded_runs_without() -> None:
+    graphs, manager = families(), Manager(fails=True)
+    assert unusual(graphs, manager, STEERS) is None
+    manager.fails = False
+    assert unusual(graphs, manager, STEERS) is None, "it was tried again"
+    assert run(graphs, manager, STEERS) == STEERS
+
+
+def test_steps_with_few_changing_needs_count_for_one_family(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residual_graph_choice, "RECORD_AFTER", 4)
+    graphs, manager = families(), Manager()
+    usual = replace(FULL, num_tokens=8, num_reqs=8)
+    for one in with_families({CUDAGraphMode.FULL: [usual]}, config())[usual.cg_mode]:
         manager.graphs[one] = Launch.families[one.tapped]
-    found = []
-    for _ in range(3):
-        graphs.plan(STEERS, NOTHING)
-        found.append(manager.graphs[graphs.choose(step, typed)])
+    launched = []
+    for layer in range(LAYERS):
+        graphs.plan(NOTHING, frozenset({CAPTURE[layer, "post_block"]}))
+        launched.append(manager.graphs[graphs.choose(usual, manager)])  # type: ignore[arg-type]
         graphs.end()
-    assert found == [EVERYTHING, STEERS, STEERS]
+    behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
+    assert launched == [EVERYTHING] * 3 + [behind] * 3
+
+
+@pytest.mark.parametrize("estimates", [True, False])
+def test_memory_of_piecewise_graphs_is_estimated_from_plain_ones(
+    estimates: bool,
+) -> None:
+    families()
+    made = with_families({CUDAGraphMode.PIECEWISE: PIECES}, config())
+    manager: Any = SimpleNamespace(
+        _capture_descs=made, _max_full_descs_to_capture=2 if estimates else None
+    )
+    begin_recording(manager, lambda descriptor, warmup: lambda mode: None)
+    launching = {one.tapped for one in made[CUDAGraphMode.PIECEWISE]}
+    assert launching == ({0} if estimates else {0, 3})
 
 
 @given(

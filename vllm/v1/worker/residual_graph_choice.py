@@ -2,10 +2,12 @@
 """The choice of the CUDA graph of each step, and when a better fitting one is recorded.
 
 A step runs the smallest recorded family that has all ops it needs. Once enough steps
-could have used a graph with fewer ops, that graph is recorded while serving.
+could have used a graph with fewer ops, that graph is recorded while serving. If none is
+recorded for the step's size, that with all ops is recorded before the step.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import NOBODY, Launch
-from vllm.v1.worker.residual_graphs import NOTHING, Ops
+from vllm.v1.worker.residual_graphs import NOTHING, Ops, without_graph
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.cudagraph_utils import (
@@ -45,6 +47,8 @@ class Choice:
     descriptor: "BatchExecutionDescriptor"
     size: int
     """Number of ops that it launches."""
+    family: Ops
+    """The smallest family of the start that has the needed ops."""
     wanted: int = 0
     """Number of steps."""
 
@@ -72,8 +76,9 @@ class GraphFamilies:
             may_record: whether graphs may be recorded while serving.
 
         """
-        self._started = len(families)
+        self._started = tuple(families)
         self._may_record = may_record
+        self._num_recorded = 0
         self._needed: Ops = NOTHING
         self._parts = NOTHING, NOTHING
         self._both: Ops = NOTHING
@@ -110,19 +115,26 @@ class GraphFamilies:
             return descriptor
         if descriptor.cg_mode != CUDAGraphMode.FULL:
             return self._padded_to(descriptor, manager)
-        known = self._chosen.get((self._needed, descriptor))
+        assert manager is not None, "a graph is chosen without a graph manager"
+        known = self._known(self._needed, descriptor, manager)
         if known is None:
-            if len(self._chosen) > MOST_REMEMBERED:
-                self._chosen.clear()
-            known = Choice(*self._smallest(descriptor, manager))
-            self._chosen[self._needed, descriptor] = known
-        known.wanted += 1
+            recorded = self._record(self._started[-1], descriptor, manager)
+            return recorded or without_graph(descriptor, descriptor.num_tokens)
         if (
-            self._may_record
-            and manager is not None
-            and known.is_worth_recording(len(self._needed))
+            known.size - len(self._needed) < WORTH_RECORDING
+            or not self._may_record
+            or self._num_recorded >= MOST_RECORDED
         ):
-            return self._record(descriptor, manager) or known.descriptor
+            return known.descriptor
+        # Requests with few ops each often need another set of them in each step, which
+        # therefore count together for a family that has them all.
+        for ops in dict.fromkeys((self._needed, known.family)):
+            wish = self._known(ops, descriptor, manager)
+            assert wish is not None, "the needed ops have a graph"
+            wish.wanted += known.size > len(ops)
+            if wish.is_worth_recording(len(ops)):
+                self._num_recorded += 1
+                return self._record(ops, descriptor, manager) or known.descriptor
         return known.descriptor
 
     def dispatch(
@@ -132,7 +144,7 @@ class GraphFamilies:
         if not self._needed or mode == CUDAGraphMode.NONE:
             return descriptor
         if mode == CUDAGraphMode.PIECEWISE:
-            return replace(descriptor, tapped=self._started - 1)
+            return replace(descriptor, tapped=len(self._started) - 1)
         family = self._dispatched.get(self._needed)
         if family is None:
             if len(self._dispatched) > MOST_REMEMBERED:
@@ -152,7 +164,7 @@ class GraphFamilies:
         if padded is None:
             assert manager is not None, "a graph is chosen without a graph manager"
             known = manager._capture_descs[descriptor.cg_mode]
-            wanted = replace(descriptor, tapped=self._started - 1)
+            wanted = replace(descriptor, tapped=len(self._started) - 1)
             larger = [
                 one
                 for one in known
@@ -163,56 +175,58 @@ class GraphFamilies:
             self._padded[descriptor] = padded
         return padded
 
-    def _smallest(
+    def _known(
         self,
+        needed: Ops,
         descriptor: "BatchExecutionDescriptor",
-        manager: "ModelCudaGraphManager | None",
-    ) -> tuple["BatchExecutionDescriptor", int]:
-        """The recorded graph with the fewest ops that include all needed ones.
-
-        Returns:
-            The graph, and its number of ops.
-
-        """
-        graphs = () if manager is None else manager.graphs
-        fitting = (
-            (len(ops), family, replace(descriptor, tapped=family))
-            for family, ops in enumerate(Launch.families)
-            if self._needed <= ops
-        )
-        size, _, chosen = min(one for one in fitting if one[2] in graphs)
-        return chosen, size
+        manager: "ModelCudaGraphManager",
+    ) -> Choice | None:
+        """The recorded graph with the fewest ops that include all needed ones."""
+        known = self._chosen.get((needed, descriptor))
+        if known is None:
+            fitting = (
+                (len(ops), family, replace(descriptor, tapped=family))
+                for family, ops in enumerate(Launch.families)
+                if needed <= ops
+            )
+            recorded = [one for one in fitting if one[2] in manager.graphs]
+            if not recorded:
+                return None
+            if len(self._chosen) > MOST_REMEMBERED:
+                self._chosen.clear()
+            size, _, chosen = min(recorded)
+            family = next(ops for ops in self._started if needed <= ops)
+            known = Choice(chosen, size, family)
+            self._chosen[needed, descriptor] = known
+        return known
 
     def _record(
         self,
+        ops: Ops,
         descriptor: "BatchExecutionDescriptor",
         manager: "ModelCudaGraphManager",
     ) -> "BatchExecutionDescriptor | None":
-        """Record a graph with only the needed ops; None if that fails."""
-        record: Callable[[BatchExecutionDescriptor], None] | None
-        record = getattr(manager, "residual_recorder", None)
-        if record is None:
+        """Record a graph with these ops; None if that fails or is not allowed."""
+        if not self._may_record:
             return None
-        if self._needed not in Launch.families:
-            Launch.families = (*Launch.families, self._needed)
-        exact = replace(descriptor, tapped=Launch.families.index(self._needed))
+        if ops not in Launch.families:
+            Launch.families = (*Launch.families, ops)
+        exact = replace(descriptor, tapped=Launch.families.index(ops))
+        began = time.perf_counter()
         try:
-            record(exact)
+            manager.residual_recorder(exact)
         except Exception:
             logger.exception(
                 "No graph could be recorded while serving; steps continue with those "
-                "that were recorded at the start, which are slower but equivalent"
+                "that are recorded, or without, which is slower but equivalent"
             )
             self._may_record = False
             return None
         self._chosen.clear()  # The new graph may fit other needs as well.
-        num_recorded = sum(one.tapped >= self._started for one in manager.graphs)
         logger.info(
-            "Recorded a CUDA graph for %d tokens with %d ops of taps (%d of %d)",
+            "Recorded a CUDA graph for %d tokens with %d ops of taps in %.0f ms",
             descriptor.num_tokens,
-            len(self._needed),
-            num_recorded,
-            MOST_RECORDED,
+            len(ops),
+            1e3 * (time.perf_counter() - began),
         )
-        self._may_record = num_recorded < MOST_RECORDED
         return exact

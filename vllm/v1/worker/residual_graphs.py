@@ -4,8 +4,8 @@
 An op without work still costs a kernel launch. Steps that neither capture nor steer
 therefore run *plain* graphs, recorded while no op launches, which have the same kernels
 as upstream's. Other steps run a family that has all ops they need, which
-`residual_graph_choice.py` chooses. A few families are recorded when the engine starts,
-others while serving.
+`residual_graph_choice.py` chooses. Few graphs of families are recorded when the engine
+starts, others while serving, between two steps.
 """
 
 import math
@@ -52,9 +52,8 @@ def families_at_start(
     Besides the empty and the full family these are: captures at `post_block`, which
     most requests ask for; additions alone; and additions with programs. Additions have
     a family without captures and programs, because with one of these launching in
-    between a vector cannot be added together with the branch. A family costs about
-    10 MiB and one second at the start. A family of all captures is therefore included
-    only if no graph can be recorded later.
+    between a vector cannot be added together with the branch. A family of all captures
+    is included only if no graph can be recorded later.
 
     Args:
         capture: addresses of the capture ops.
@@ -76,7 +75,10 @@ def families_at_start(
 def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descriptors:
     """The graphs to record at the start: all plain ones, and some in other families.
 
-    Not all combinations, because a graph takes 1 to 2 MiB of device memory.
+    Not all combinations, because a graph takes 1 to 2 MiB of device memory and a tenth
+    of a second. If more can be recorded later, batches of one have all families, so
+    that all kernels are compiled at the start; sizes that are other powers of two have
+    the full family, and the rest is recorded when it is needed.
 
     Args:
         descriptors: the plain graphs, by mode.
@@ -97,21 +99,14 @@ def with_families(descriptors: Descriptors, vllm_config: "VllmConfig") -> Descri
             families = {0}
             if mode != CUDAGraphMode.FULL:
                 families |= {last} if one in some else set()
-            elif may_record and not _is_usual(one):
-                families.add(last)
             else:
-                families.update(range(last + 1))
+                size = one.num_reqs or one.num_tokens
+                if size == 1 or not may_record:
+                    families.update(range(last + 1))
+                elif size.bit_count() == 1:
+                    families.add(last)
             made[mode] += [replace(one, tapped=family) for family in sorted(families)]
     return made
-
-
-def _is_usual(descriptor: "BatchExecutionDescriptor") -> bool:
-    """Whether the graph is recorded at the start in all families: powers of two.
-
-    For other sizes, steps run the full family until a graph is recorded for them.
-    """
-    size = descriptor.num_reqs or descriptor.num_tokens
-    return size.bit_count() == 1
 
 
 def _coarse(
@@ -177,6 +172,20 @@ def record_family(family: int, mode: CUDAGraphMode) -> None:
     Launch.taps = Launch.families[family]
     Launch.whole = mode == CUDAGraphMode.FULL
     EarlyAdditions.begun.clear()
+
+
+def begin_recording(
+    manager: "ModelCudaGraphManager", create_forward: "CreateForwardFn"
+) -> "GraphRecorder":
+    """Called before a manager records its graphs; what records further ones later.
+
+    Upstream records with a first manager only to estimate the memory of graphs, which
+    it does for all piecewise ones. Those of families, few MiB each, are left out.
+    """
+    pieces = manager._capture_descs.get(CUDAGraphMode.PIECEWISE)
+    if pieces and manager._max_full_descs_to_capture is not None:
+        pieces[:] = [one for one in pieces if not one.tapped]
+    return GraphRecorder(manager, create_forward)
 
 
 def as_recorded(descriptor: BatchDescriptor) -> BatchDescriptor:

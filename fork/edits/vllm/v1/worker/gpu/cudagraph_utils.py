@@ -40,7 +40,7 @@ tapped: int = 0
         scope="ModelCudaGraphManager.capture",
         anchor="super().capture(create_forward_fn, progress_bar_desc)",
         insert=(
-            "self.residual_recorder = residual_graphs.GraphRecorder("
+            "self.residual_recorder = residual_graphs.begin_recording("
             "self, create_forward_fn)"
         ),
         why="Further graphs are recorded in the same way while serving.",
