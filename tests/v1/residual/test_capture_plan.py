@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._strategies import plan_for, positions, wanted
-from vllm.v1.residual.capture_plan import CapturePlan, group_taps
+from vllm.v1.residual.capture_plan import READOUTS, CapturePlan, group_taps
 from vllm.v1.residual.spans import OPEN_END, merged, overlap, spans_of
 
 END = 24
@@ -98,3 +98,18 @@ def test_a_plan_survives_the_way_to_the_workers(want: dict) -> None:
     sent = msgspec.msgpack.encode(plan)
     assert msgspec.msgpack.decode(sent, type=CapturePlan) == plan
     assert plan.instances == tuple(sorted(want))
+
+
+def test_taps_of_readouts_are_in_the_group_of_those_that_are_delivered() -> None:
+    taps = [(layer, "post_block") for layer in range(4)]
+    every = dict.fromkeys(taps, ((0, OPEN_END),))
+    read = {taps[3]: ((2, 5),)}
+    (group,) = group_taps({"files": every, READOUTS: read})
+    assert [one.instance for one in group.readers] == ["files"]
+    assert group.taps == tuple(taps) and group.ranges == ((0, OPEN_END),)
+    # What nobody else reads is still staged.
+    some = dict.fromkeys(taps, ((0, 4),))
+    first, second = group_taps({"files": some, READOUTS: read})
+    assert (first.taps, second.taps) == (tuple(taps[:3]), (taps[3],))
+    assert second.ranges == ((0, 5),)
+    assert {one.instance for one in second.readers} == {"files", READOUTS}

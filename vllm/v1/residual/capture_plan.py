@@ -213,7 +213,7 @@ def group_taps(
             readers.setdefault(tap, []).append(reader)
     alike_taps: dict[tuple[tuple[Reader, ...], tuple[int, int]], list[Tap]] = {}
     for tap in sorted(readers, key=_order):
-        kind = tuple(readers[tap]), widths.get(tap, (1, 0))
+        kind = _needed(readers[tap]), widths.get(tap, (1, 0))
         alike_taps.setdefault(kind, []).append(tap)
     return tuple(
         TapGroup(
@@ -228,3 +228,18 @@ def group_taps(
         )
         for (group, size), taps in alike_taps.items()
     )
+
+
+def _needed(readers: Sequence[Reader]) -> tuple[Reader, ...]:
+    """The readers of a tap, without `READOUTS` if others read the same rows.
+
+    It only has rows staged. Without it the tap is of the same group as those that no
+    readout reads, and a request has one group instead of two.
+    """
+    others = [one for one in readers if one.instance != READOUTS]
+    if others and len(others) < len(readers):
+        (staged,) = [one.ranges for one in readers if one.instance == READOUTS]
+        read = merged(chain(*[one.ranges for one in others]))
+        if all(overlap(read, *span) == [span] for span in staged):
+            return tuple(others)
+    return tuple(readers)

@@ -224,6 +224,8 @@ class Staging:
         """
         if self.requests is None or not self.is_large(segment.num_rows):
             return None
+        if not any([block.picks for block in blocks]):  # Nothing of a prompt.
+            return None
         places: dict[tuple[str, int, int], Place] = {}
         copies: list[Copy] = []
         base = segment.start
