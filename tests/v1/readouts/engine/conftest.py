@@ -49,4 +49,4 @@ def _consumers(root: Path) -> list[Any]:
     table = {"params": {"root": str(root / "arrow")}, "name": "arrow"}
     single = {"root": str(root / "single"), "format": "safetensors"}
     alone = {"name": "arrow", "instance_name": "single", "params": single}
-    return ["inline", own, table, alone]
+    return ["inline", "memory", own, table, alone]

@@ -77,17 +77,24 @@ def test_requests_that_do_not_fire_write_nothing(
     at = (most[1] + most[2]) / 2
     spec = ROWS | {"keep_when": {"readout": "size", "above": at}}
     tagged = dict.fromkeys(("filesystem", "arrow", "single"), spec | {"tag": "kept"})
-    outputs = run(engine, {**tagged, "inline": spec, "keeper": spec})
+    others = dict.fromkeys(("inline", "keeper", "memory"), spec)
+    outputs = run(engine, {**tagged, **others})
     written = {path.parent.name for path in files.glob("*/files/kept/*/*")}
     for whole, output in zip(plain, outputs):
         fires = bool(sizes(whole).max() > at)
         rows = len(sizes(output)) * NUM_TAPS
-        assert len(output.capture_results) == 5
+        assert len(output.capture_results) == 6
         for name, result in output.capture_results.items():
             assert result.status == "ok" and result.kept == (rows if fires else 0)
             if name != "keeper":  # Which says what it got, also if that is nothing.
                 assert bool(result.payload) == fires, name
         assert (output.request_id in written) == fires
+        if fires:
+            assert len(engine.llm.captured(output.request_id)) == 1
+            engine.llm.drop_captured(output.request_id)
+        else:
+            with pytest.raises(ValueError, match="keep_when .* did not fire"):
+                engine.llm.captured(output.request_id)
     assert sum(bool(one.capture_results["filesystem"].kept) for one in outputs) == 1
 
 

@@ -307,6 +307,9 @@ class CapturedRequest:
         facts = self._sidecar_of(reader.instance, positions, remarks, end)
         if width := self._groups[number].width:
             facts["hidden_size"] = width
+        if reader.instance in self._keeping and end.error is None:
+            kept = self._spans_kept(reader.instance, end)
+            facts["fired"] = bool(overlap(kept, 0, stop))
         if reader.after:
             facts[AFTER] = True
         if reader.heads:

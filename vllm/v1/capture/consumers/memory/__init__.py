@@ -103,16 +103,22 @@ class MemoryConsumer(CaptureConsumer):
 
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
-    ) -> dict[str, str]:
-        """Keep the rows of a key; the payload is `{"name": ...}`, where they are."""
+    ) -> dict[str, str] | None:
+        """Keep the rows of a key; the payload is `{"name": ...}`, where they are.
+
+        None if the request's `keep_when` did not fire.
+        """
         return self.on_group([key[1:]], tensor.unsqueeze(0), sidecar)
 
     def on_group(
         self, taps: Sequence[Tap], rows: torch.Tensor, sidecar: dict[str, Any]
-    ) -> dict[str, str]:
+    ) -> dict[str, str] | None:
         """Keep the rows `[taps, rows, hidden_size]` of a group of taps."""
         spec = sidecar.get("client_spec") or {}
         name = spec.get(self.name_key) or path_safe(sidecar["client_request_id"])
+        if sidecar.get("fired") is False:
+            self.store.note_unkept(name)
+            return None
         rows = rows.to(getattr(torch, sidecar["dtype"]))
         self.store.put(name, taps, rows, sidecar)
         return {"name": name}

@@ -150,10 +150,11 @@ def kept_run(capture: "NoCapture", name: str, where: str = "run") -> KeptRequest
             name,
         )
     stores = [keeper.store for keeper in keepers(capture).values()]
+    why = "".join(dict.fromkeys(store.why_unknown(name) for store in stores))
     known = sorted(name for store in stores for name in store.describe()["names"])
     raise fail(
-        f"{where}: no run is kept under the name {name!r}, or it was evicted; there "
-        f"are: {', '.join(known[:8]) or 'none'}. Capture it with the consumer "
+        f"{where}: no run is kept under the name {name!r}{why}, or it was evicted; "
+        f"there are: {', '.join(known[:8]) or 'none'}. Capture it with the consumer "
         "patch_source (--enable-patching) or memory",
         where,
         name,
@@ -188,5 +189,8 @@ def _unknown(store: RowStore, name: str) -> Exception:
     names = sorted(store.describe()["names"])
     shown = ", ".join(names[:8]) or "none"
     return fail(
-        f"no rows are kept under this name; the names are: {shown}", "name", name
+        f"no rows are kept under this name{store.why_unknown(name)}; the names are: "
+        f"{shown}",
+        "name",
+        name,
     )

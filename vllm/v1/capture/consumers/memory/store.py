@@ -15,6 +15,9 @@ from vllm.v1.capture.results import RowsByTap
 from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.residual.tap import Tap
 
+MOST_UNKEPT = 4096
+"""Most names that are remembered because nothing is kept under them."""
+
 
 @dataclass(slots=True)
 class KeptRequest:
@@ -60,6 +63,8 @@ class RowStore:
         self._evicts = evicts
         self._names: dict[str, KeptName] = {}
         """Those not used for longest come first."""
+        self._unkept: dict[str, None] = {}
+        """Names of requests whose `keep_when` did not fire, the latest last."""
         self._leases: Counter[str] = Counter()
         self._held = 0
         self._lock = threading.Lock()
@@ -125,6 +130,19 @@ class RowStore:
             request.rows.put_all(taps, rows, facts)
             kept.num_bytes += rows.nbytes
             self._held += rows.nbytes
+
+    def note_unkept(self, name: str) -> None:
+        """Note that a request has ended of which no row is kept."""
+        with self._lock:
+            self._unkept[name] = self._unkept.pop(name, None)
+            if len(self._unkept) > MOST_UNKEPT:
+                del self._unkept[next(iter(self._unkept))]
+
+    def why_unknown(self, name: str) -> str:
+        """Why there is nothing under a name, if that is known; else empty."""
+        if name not in self._unkept:
+            return ""
+        return " (the keep_when of its request did not fire, so no row of it was kept)"
 
     def get(self, name: str) -> list[KeptRequest]:
         """The requests of a name, in the order in which they were captured.
