@@ -18,8 +18,11 @@ from vllm.v1.readouts.core.scheduler import (
     take_parts,
 )
 from vllm.v1.readouts.token_steps import TokenResult, TokenStep, TokenTable
+from vllm.v1.request import RequestStatus
+from vllm.v1.residual.capture_plan import CaptureEnd
 from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
+    KeepWhen,
     Packed,
     Readout,
     ReadoutPart,
@@ -28,15 +31,17 @@ from vllm.v1.residual.readout_plan import (
     RequestReadouts,
     StopWhen,
 )
+from vllm.v1.residual.spans import OPEN_END
 
 PROMPT = 10
 
 
-def request(*stops: StopWhen, positions: Any = ((0, 1 << 40),)) -> Any:
+def request(*stops: StopWhen, positions: Any = ((0, 1 << 40),), keeps: Any = ()) -> Any:
     readout = Readout("p", "probe", ((0, "post_block"),), positions)
-    plan = SimpleNamespace(readouts=ReadoutPlan((readout,), stops))
+    plan = SimpleNamespace(readouts=ReadoutPlan((readout,), stops, (), keeps))
     return SimpleNamespace(
         request_id="r",
+        status=RequestStatus.RUNNING,
         sampling_params=SimpleNamespace(
             _capture_plan=plan,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -121,6 +126,34 @@ def test_results_of_several_steps_are_sent_together() -> None:
     assert taken(one) == []
     one.is_finished = lambda: True
     assert taken(one) == [(last + 3, [last + 3])]
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("scope", ["token", "request"])
+def test_an_aborted_request_keeps_what_results_that_were_not_sent_say(
+    scope: Any, forgotten: bool
+) -> None:
+    keep = KeepWhen("files", StopWhen("p", above=10.5), scope, before=1)
+    one = request(keeps=(keep,))
+    scheduling = opened(one)
+    for number in (10, 11, 12, 13):
+        one.num_tokens = number + 1
+        scheduling.take(one, token(number), 1, [5])
+        assert taken(one) == []
+    one.status = RequestStatus.FINISHED_ABORTED
+    if forgotten:
+        scheduling.forget(one)
+
+    def ended(tokens: int, kept: Any = ()) -> Any:
+        own = {"files": kept}
+        end = CaptureEnd("r", "", list(range(tokens)), 0, "abort", [], kept=own)
+        return scheduling.completed(end).kept["files"]
+
+    # The client has three tokens, so the rows at 12 and 13 do not count.
+    whole = ((0, OPEN_END),)
+    assert ended(3, ((2, 4),)) == (((2, 4), (10, 12)) if scope == "token" else whole)
+    scheduling.forget(one)
+    assert ended(3) == (), "each state is used once"
 
 
 @pytest.mark.parametrize("who", ["stream", "stop string", "session", "rule", "reader"])

@@ -30,12 +30,11 @@ def end_captures(core: "EngineCore", ends: Sequence[Any]) -> None:
         end if isinstance(end, CaptureEnd) else msgspec.convert(end, CaptureEnd)
         for end in ends
     ]
-    capture = core.scheduler.residual.capture  # type: ignore[attr-defined]
-    own = [end for end in decoded if capture.forget(end.request_id)]
+    own = _own(core, decoded)
     if core.scheduler.has_requests():
-        capture.add_ends(own)
+        core.scheduler.residual.capture.add_ends(own)  # type: ignore[attr-defined]
     elif own:
-        end_captures_now(core, own)
+        _send(core, own)
 
 
 def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
@@ -44,6 +43,20 @@ def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
     Needed if there may be no further step: a core in the process of its front end only
     runs while the front end has unfinished requests.
     """
+    _send(core, _own(core, ends))
+
+
+def _own(core: "EngineCore", ends: Sequence[CaptureEnd]) -> list[CaptureEnd]:
+    """The ends of this engine's requests, with what its scheduler adds."""
+    residual: Any = core.scheduler.residual  # type: ignore[attr-defined]
+    return [
+        residual.completed(end)
+        for end in ends
+        if residual.capture.forget(end.request_id)
+    ]
+
+
+def _send(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
     core.model_executor.collective_rpc(calls.end_captures, args=(ends,))
 
 
@@ -54,7 +67,7 @@ def deliver_ends(core: "EngineCore") -> None:
     if not ends:
         return
     try:
-        end_captures_now(core, ends)
+        _send(core, ends)
     except Exception:
         logger.exception("%d requests lose their captures: no worker", len(ends))
 

@@ -11,23 +11,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+from msgspec.structs import replace
 
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.readouts.core.firing import first_firing, kept_spans
+from vllm.v1.readouts.results import result_of
 from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, parts_of
+from vllm.v1.request import RequestStatus
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     Readout,
     ReadoutPart,
     ReadoutPlan,
     RequestReadouts,
-    StopWhen,
 )
-from vllm.v1.residual.spans import Spans
+from vllm.v1.residual.spans import Spans, merged
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+    from vllm.v1.residual.capture_plan import CaptureEnd
 
 logger = init_logger(__name__)
 
@@ -48,6 +51,7 @@ class ReadOut(NamedTuple):
 class _State:
     plan: ReadoutPlan
     by_name: Mapping[str, Readout]
+    request: "Request"
     can_wait: bool
     """Whether results are needed only with the last output."""
     next_position: int = 0
@@ -88,6 +92,8 @@ class ReadoutScheduling:
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
+        self._aborted: dict[str, _State] = {}
+        """Requests with `keep_when` whose end the front end has not sent yet."""
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._states
@@ -99,11 +105,38 @@ class ReadoutScheduling:
         if plan is not None and plan.readouts is not None:
             by_name = {one.name: one for one in plan.readouts.readouts}
             can_wait = _can_wait(request, plan.readouts)
-            self._states[request.request_id] = _State(plan.readouts, by_name, can_wait)
+            state = _State(plan.readouts, by_name, request, can_wait)
+            self._states[request.request_id] = state
 
     def forget(self, request: "Request") -> None:
         """Drop the state of a finished request."""
-        self._states.pop(request.request_id, None)
+        state = self._states.pop(request.request_id, None)
+        aborted = request.status == RequestStatus.FINISHED_ABORTED
+        if aborted and state is not None and state.plan.keep_when:
+            self._aborted[request.request_id] = state
+
+    def completed(self, end: "CaptureEnd") -> "CaptureEnd":
+        """The end of a request, with what its results keep that were not sent.
+
+        These are the last ones of an aborted request, which has no last output. Called
+        for each captured request, before or after `forget`.
+        """
+        state = self._aborted.pop(end.request_id, None)
+        if end.finish_reason != "abort":
+            return end
+        state = self._states.pop(end.request_id, state)
+        if state is None or not state.plan.keep_when:
+            return end
+        stop = state.request.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
+        steps = vars(state.request).get(_WAITING, ())
+        parts = list(parts_of(end.request_id, steps))
+        kept = dict(end.kept)
+        for keep in state.plan.keep_when:
+            readout = state.by_name[keep.rule.readout]
+            own = [part for part in parts if part.name == readout.name]
+            more = kept_spans(keep, readout, result_of(readout, own, stop))
+            kept[keep.instance] = merged((*kept.get(keep.instance, ()), *more))
+        return replace(end, kept=kept)
 
     def take(
         self,
@@ -187,7 +220,7 @@ class ReadoutScheduling:
             for part in parts:
                 if part.name != rule.readout or part.error:
                     continue
-                at = _first_firing(
+                at = first_firing(
                     part, readout, rule, max(least, request.num_prompt_tokens)
                 )
                 if at is not None and (first is None or at < first[0]):
@@ -225,13 +258,13 @@ def _can_wait(request: "Request", plan: ReadoutPlan) -> bool:
     """Whether nobody needs a request's results before its last output.
 
     The front end may end a request with stop strings without the scheduler, and
-    consumers get what an aborted request has brought.
+    consumers get what an aborted request has brought; see `completed`.
     """
     params = request.sampling_params
     assert params is not None, "requests with readouts generate tokens"
     is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
     ends_here = not params.stop and not request.resumable
-    needed = plan.stop_when or plan.readers or plan.keep_when
+    needed = plan.stop_when or plan.readers
     return is_final and ends_here and not needed
 
 
@@ -263,31 +296,3 @@ def _between(part: ReadoutPart, low: int, high: int) -> ReadoutPart:
     rows = slice(low - part.start, high - part.start)
     own = {name: one[rows] for name, one in part.arrays.items()}
     return ReadoutPart(part.name, low, high - low, own, error=part.error)
-
-
-def _first_firing(
-    part: ReadoutPart, readout: Readout, rule: StopWhen, least: int
-) -> int | None:
-    """The first position of a part, from `least` on, at which a rule fires."""
-    values = values_of(part, readout, rule.index)
-    for offset in range(max(least - part.start, 0), part.count):
-        if rule.fires(float(values[offset])):
-            return part.start + offset
-    return None
-
-
-def values_of(
-    part: ReadoutPart, readout: Readout, index: int
-) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
-    """The values `[count]` that a rule compares; NaN where there is none."""
-    missing = np.full(part.count, np.nan, dtype=np.float32)
-    arrays = part.arrays
-    if readout.kind == "sae":
-        if readout.features:
-            column = readout.features.index(index)
-            return np.asarray(arrays["activations"][:, column])
-        hits = arrays["features"] == index
-        return np.where(hits, arrays["activations"], 0.0).sum(axis=1)
-    name = {"norm": "norm", "lens": "token_logprobs"}.get(readout.kind, "values")
-    flat = arrays[name].reshape(part.count, -1) if name in arrays else missing[:, None]
-    return np.asarray(flat[:, index]) if index < flat.shape[1] else missing

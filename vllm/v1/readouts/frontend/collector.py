@@ -5,8 +5,8 @@ from collections.abc import Set
 from math import prod
 from typing import TYPE_CHECKING
 
+from vllm.v1.readouts.core.firing import kept_spans
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
-from vllm.v1.readouts.frontend.keeping import kept_spans
 from vllm.v1.readouts.frontend.rows import rows_of
 from vllm.v1.readouts.results import Joined, ReadoutResult
 from vllm.v1.residual.readout_plan import (

@@ -4,19 +4,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.v1.readouts.core.scheduler import values_of
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.rules import parse_rule
-from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import is_integer
-from vllm.v1.residual.readout_plan import KeepWhen, Readout, ReadoutPart
-from vllm.v1.residual.spans import OPEN_END, Spans, merged
+from vllm.v1.residual.readout_plan import KeepWhen, Readout
 
 MAX_WINDOW = 1 << 20
 """Largest `before` and `after`, in tokens."""
 SCOPES = ("request", "token")
-EVERYTHING: Spans = ((0, OPEN_END),)
 
 
 def parse_keep_when(
@@ -56,22 +52,3 @@ def parse_keep_when(
             raw,
         )
     return KeepWhen(instance, rule, scope, *window)
-
-
-def kept_spans(keep: KeepWhen, readout: Readout, result: ReadoutResult) -> Spans:
-    """The positions whose rows are kept; all of them if the readout has failed."""
-    if result.error is not None:
-        return EVERYTHING
-    count = len(result.positions)
-    part = ReadoutPart(readout.name, 0, count, result.arrays)
-    values = values_of(part, readout, keep.rule.index) if count else ()
-    at = [
-        position
-        for position, value in zip(result.positions, values)
-        if keep.rule.fires(float(value))
-    ]
-    if keep.scope == "request":
-        return EVERYTHING if at else ()
-    return merged(
-        (max(position - keep.before, 0), position + keep.after + 1) for position in at
-    )
