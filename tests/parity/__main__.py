@@ -19,7 +19,8 @@ def look(case: Case, options: argparse.Namespace) -> str:
     """Compare a case; prints a line and its problems."""
     started = time.monotonic()
     try:
-        compared, points = prove(case, options.device)
+        compiled = {"enforce_eager": False} if options.graphs else {}
+        compared, points = prove(case, options.device, **compiled)
     except CaseFailed as failure:
         found = results.failure(failure.summary)
         text = f"FAILED {case.name}: {failure.summary}\n{str(failure)[-1500:]}"
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("-j", "--jobs", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--graphs", action="store_true", help="compiled, in CUDA graphs on a GPU"
+    )
     parser.add_argument("--record", action="store_true", help="in results.json")
     options = parser.parse_args()
     chosen = [

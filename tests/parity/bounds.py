@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.parity.distance import relative
+from tests.parity.distance import at_point, relative
 from tests.parity.engine import Answer, Answers, vector
 from tests.parity.inside import INSIDE
 from tests.parity.reference import Reference, Stream, Tap
@@ -104,7 +104,7 @@ def in_bfloat16(answers: Answers, exact: Reference, rounded: Reference) -> Bound
 
 
 def _errors(found: Stream, expected: Stream) -> dict[Tap, float]:
-    return {tap: relative(rows, expected[tap]) for tap, rows in found.items()}
+    return {tap: at_point(tap[1], rows, expected[tap]) for tap, rows in found.items()}
 
 
 def _change(expected: Expected, found: Expected) -> float:

@@ -9,6 +9,7 @@ import torch
 
 from tests.parity import bounds
 from tests.parity.comparison import compare
+from tests.parity.distance import at_point
 from tests.parity.engine import Answer, Answers
 from tests.parity.recipe import ORDER
 from tests.parity.reference import Stream, Tap
@@ -21,9 +22,10 @@ READ = torch.randn(WIDTH, WORDS, generator=generator)
 class Linear:
     """A stand-in for the library's model: one layer, with a random stream per seed."""
 
-    def __init__(self, error: float = 0.0) -> None:
+    def __init__(self, error: float = 0.0, chosen: int = 0) -> None:
         self.points = {(0, hook): None for hook in ORDER}
         self._error = error
+        self._chosen = chosen
         self._added: dict[Tap, torch.Tensor] = {}
 
     def run(self, fed: list[int], prompt: int) -> tuple[Stream, torch.Tensor]:
@@ -38,6 +40,8 @@ class Linear:
             stream = stream * (1 + self._error)
             rows[0, hook] = stream
             stream = stream + self._added.get((0, hook), torch.zeros(WIDTH))
+        if self._chosen:
+            rows[0, "expert_ids"] = torch.full((len(fed), 2), float(self._chosen))
         return rows, stream @ READ
 
     @contextmanager
@@ -89,3 +93,23 @@ def test_float32_has_fixed_bounds() -> None:
     allowed = bounds.in_float32(exact)
     assert compare(answers(Linear(1e-6)), exact, allowed).problems == []
     assert compare(answers(Linear(1e-3)), exact, allowed).wrong_rows
+
+
+def test_a_small_logit_of_a_router_is_judged_beside_the_others() -> None:
+    logits = torch.tensor([[3.0, 4.0], [0.0, 0.1]])
+    found = logits + 0.01
+    assert at_point("router_logits", found, logits) < 0.01
+    assert at_point("mlp_in", found, logits) > 0.1
+    assert at_point("router_logits", logits * 1.1, logits) > 0.05
+
+
+def test_chosen_experts_are_not_compared_in_bfloat16() -> None:
+    tap = (0, "expert_ids")
+    exact: Any = Linear(chosen=1)
+    found = answers(Linear(chosen=2))
+    known = Answers({0: (*ORDER, tap[1])}, found.dtype, found.requests)
+    rounded: Any = Linear(0.008, chosen=1)
+    compared = compare(known, exact, bounds.in_bfloat16(known, exact, rounded))
+    assert compared.unproven.keys() == {tap[1]} and not compared.problems
+    allowed = bounds.in_float32(exact)
+    assert any("expert_ids" in one for one in compare(known, exact, allowed).wrong_rows)

@@ -14,6 +14,7 @@ from tests.parity.families import (
     pictures,
     renamed,
     repeated,
+    rounded,
 )
 
 CASES = [
@@ -26,6 +27,7 @@ CASES = [
     *renamed.CASES,
     *repeated.CASES,
     *pictures.CASES,
+    *rounded.CASES,
     *backend.CASES,
     *on_cuda.CASES,
     *absent.CASES,
