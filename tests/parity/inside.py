@@ -34,19 +34,7 @@ INSIDE = (
 """The points that are recorded here, in the order of a pass."""
 ROUTERS = ("gate", "router")
 _IN_PAIRS = "the library has the numbers of a head in another order"
-_SCALED = {
-    "expert_weights": "the library's weights have the factor of all routed experts"
-}
 DIFFERING: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(
-        (
-            "AXK1ForCausalLM",
-            "DeepseekV3ForCausalLM",
-            "Glm4MoeLiteForCausalLM",
-            "MistralLarge3ForCausalLM",
-        ),
-        _SCALED,
-    ),
     "BloomForCausalLM": {"attn_out": "the library adds the stream to it there"},
     "Llama4ForCausalLM": {"q": _IN_PAIRS, "k": _IN_PAIRS},
     "Llama4ForConditionalGeneration": {"q": _IN_PAIRS, "k": _IN_PAIRS},

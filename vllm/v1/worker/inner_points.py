@@ -52,6 +52,8 @@ class InnerPoint:
     router: BaseRouter | None = None
     """Of the router's choice: what makes it; `argument` is the index in what it
     returns."""
+    scale: float = 1.0
+    """Of the weights of experts: by what their sum is multiplied afterwards."""
 
     @property
     def width(self) -> int:
@@ -65,7 +67,7 @@ class InnerPoint:
         if self.router is not None:
             assert isinstance(self.argument, int)
             self.router._compute_routing = _Routing(  # type: ignore[method-assign]
-                tap, self.router._compute_routing, self.argument
+                tap, self.router._compute_routing, self.argument, self.scale
             )
             return
         if self.argument is None:
@@ -127,23 +129,26 @@ class _Routing:
     """A router's function with a tap on the weights or the ids that it returns.
 
     Both have dtypes of their own. Rows are of the stream's, in which ids are exact; of
-    weights only the change is taken over.
+    weights only the change is taken over. `scale`: see `InnerPoint`; rows have it.
     """
 
     def __init__(
-        self, tap: ResidualTap, compute: Callable[..., Any], index: int
+        self, tap: ResidualTap, compute: Callable[..., Any], index: int, scale: float
     ) -> None:
         self._tap = tap
         self._compute = compute
         self._index = index
+        self._scale = scale
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         chosen = list(self._compute(hidden_states, *args, **kwargs))
         values = chosen[self._index]
-        rows = values.to(hidden_states.dtype)
+        scale = self._scale
+        rows = (values * scale if scale != 1 else values).to(hidden_states.dtype)
         changed = self._tap(rows, None)[0]
         if values.is_floating_point():
-            chosen[self._index] = values + (changed - rows).to(values.dtype)
+            difference = (changed - rows).to(values.dtype)
+            chosen[self._index] = values + difference / scale
         return tuple(chosen)
 
 
@@ -369,8 +374,10 @@ def _of_experts(runner: Any) -> dict[str, InnerPoint]:
     chooses = isinstance(router, BaseRouter) and not runner.is_monolithic
     if chooses and config.num_experts <= exact:
         shape = PointShape(router.top_k)
+        factor = float(runner.routed_scaling_factor)
         for index, name in enumerate(("expert_weights", "expert_ids")):
-            points[name] = InnerPoint(runner, shape, index, router=router)
+            scale = factor if name == "expert_weights" else 1.0
+            points[name] = InnerPoint(runner, shape, index, router=router, scale=scale)
     return points
 
 

@@ -566,6 +566,76 @@ def test_weights_of_the_chosen_experts_are_changed(pair: Pair) -> None:
     pair.check_changed((1, "expert_weights"), swapped, lambda r: wanted.expand_as(r))
 
 
+def test_weights_of_experts_have_the_factor_of_their_sum(tmp_path: Path) -> None:
+    """Upstream multiplies the sum of the experts; the library's weights have it."""
+    config = transformers.Glm4MoeConfig(
+        **SIZES,
+        **TOKENS,
+        first_k_dense_replace=0,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=32,
+        routed_scaling_factor=2.5,
+    )
+    folder = save(config, tmp_path)
+    library = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    seen: list[torch.Tensor] = []
+    given: list[torch.Tensor] = []
+
+    def hook(module: Any, args: Any) -> Any:
+        seen.append(args[2].detach())
+        return (*args[:2], given[0].expand_as(args[2])) if given else args
+
+    library.model.layers[1].mlp.experts.register_forward_pre_hook(hook)
+    engine = CapturedEngine(
+        folder,
+        reference=library,
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        enable_steering=True,
+        hook_points=["expert_weights"],
+        logprobs_mode="raw_logits",
+    )
+
+    def ask(steering: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = {"hooks": {"expert_weights": [1]}, "positions": "all"}
+        params = SamplingParams(
+            max_tokens=1,
+            capture={"keeper": spec},
+            steering_vectors=steering,
+            logprobs=20,
+            detokenize=False,
+        )
+        (output,) = engine.run([PROMPT], params)
+        best = (output.outputs[0].logprobs or [{}])[0]
+        found = torch.full((WORDS,), float("nan"))
+        for token, one in best.items():
+            found[token] = one.logprob
+        return engine.rows(output)[1, "expert_weights"], found
+
+    def check(found: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits = library(torch.tensor([PROMPT])).logits[0, -1].float()
+        known = ~found.isnan()
+        torch.testing.assert_close(found[known], logits[known], atol=1e-3, rtol=0)
+        return logits
+
+    try:
+        rows, plain = ask()
+        before = check(plain)
+        wanted = seen[-1].sort(-1).values
+        assert wanted.sum(-1).min() > 2.4
+        torch.testing.assert_close(rows.sort(-1).values, wanted, atol=1e-5, rtol=0)
+        given.append(torch.tensor([0.9, 0.9]))
+        entry = {"op": "replace", "vector": given[0].numpy()}
+        _, changed = ask({"expert_weights": {1: entry}})
+        assert (check(changed) - before).abs().max() > 0.1
+    finally:
+        engine.close()
+
+
 def test_ids_of_experts_are_read_only(pair: Pair) -> None:
     if pair.kind != "mixtral":
         pytest.skip("no router")
