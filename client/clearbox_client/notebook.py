@@ -32,7 +32,8 @@ def table_of(rows: "Rows") -> str:
         lines.append("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>")
     more = len(rows) - len(lines)
     note = f"<p>and {more} more</p>" if more > 0 else ""
-    title = f"layer {rows.layer}, {escape(rows.hook)}: {rows.values.shape} {rows.dtype}"
+    place = f"layer {rows.layer}, {escape(rows.hook)}{_heads(rows)}"
+    title = f"{place}: {rows.values.shape} {rows.dtype}"
     return f"<b>{title}</b><table><tr>{head}</tr>{''.join(lines)}</table>{note}"
 
 
@@ -98,8 +99,8 @@ def heat_map_of(rows: "RowSet") -> str:
         for x, value in enumerate(line):
             share = (float(value) - low) / ((high - low) or 1.0)
             title = escape(
-                f"position {rows[tap].positions[x]} {label(rows[tap], x)}: "
-                f"{np.expm1(value):.4g}"
+                f"position {rows[tap].positions[x]} {label(rows[tap], x)}"
+                f"{_heads(rows[tap])}: {np.expm1(value):.4g}"
             )
             parts.append(
                 f'<rect x="{100 + x * cell}" y="{y * cell}" width="{cell}" '
@@ -111,6 +112,10 @@ def heat_map_of(rows: "RowSet") -> str:
         + "".join(parts)
         + "</svg>"
     )
+
+
+def _heads(rows: "Rows") -> str:
+    return f", heads {list(rows.heads)}" if rows.heads else ""
 
 
 def colour(share: float) -> str:

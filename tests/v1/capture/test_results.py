@@ -79,6 +79,9 @@ def test_rows_in_a_notebook_are_the_clients_map_of_norms(
     assert shown is not None and "partial_error: no &lt;disk&gt;" in shown
     assert "2 post_block" in shown and "position 0 #5: 5<" in shown
     assert "position 3 : 0.5<" in shown
+    heads = RowsByTap()
+    heads.put((2, "z"), torch.zeros(2, 4, dtype=dtype), {**facts, "heads": [7, 2]})
+    assert "position 0 #5, heads [7, 2]: 0<" in (heads._repr_html_() or "")
     assert of("ok", payload={"path": "file"})._repr_html_() is None
     monkeypatch.setitem(sys.modules, "clearbox_client.rows", None)
     assert rows._repr_html_() is None and of("ok", payload=rows)._repr_html_() is None

@@ -51,7 +51,8 @@ class RowsByTap(dict[Tap, torch.Tensor]):
             stored = rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows
             facts = self.positions[layer, hook], self.token_ids[layer, hook]
             dtype = str(rows.dtype)[6:]
-            shown[layer, hook] = Rows(layer, hook, stored.numpy(), dtype, *facts)
+            own = layer, hook, stored.numpy(), dtype, *facts
+            shown[layer, hook] = Rows(*own, heads=tuple(self.heads))
         return RowSet(shown)._repr_html_()
 
     def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
