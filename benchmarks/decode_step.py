@@ -45,8 +45,14 @@ VARIANTS = {
     "capture": "capture",
     "steering": "steering",
     "both": "capture steering",
+    "attention": "capture steering attn_in q k v z attn_out",
+    "mlp": "capture steering mlp_in mlp_act mlp_out",
+    "added": "capture steering embed attn_add mlp_add final_norm",
 }
-"""Variants of the fork, by enabled features."""
+"""Variants of the fork, by enabled features and points inside the block.
+
+With points `plain` is what they cost while idle, and each is used at one layer.
+"""
 SETTLE = 10
 """Turns at the largest batch size after a recording, before anything is measured.
 

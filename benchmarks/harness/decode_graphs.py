@@ -23,7 +23,8 @@ from benchmarks.harness.llamas import model_folder
 PLAIN = "plain"
 """The case without capture and steering, which upstream also has."""
 CONFIGS = 64
-ALL_HOOKS = ("pre_attn", "post_attn", "post_block")
+WIDEST = 16
+"""Staging rows that a row of any point fits into."""
 WARM_UP, REPLAYS = 5, 10
 
 
@@ -31,7 +32,7 @@ class Graphs:
     """An engine, and the graphs of its decode steps."""
 
     def __init__(self, model: str, features: str, batches: list[int]) -> None:
-        """Start the engine; `features` are words of "capture steering"."""
+        """Start the engine; `features` are "capture", "steering" and hook points."""
         from vllm import LLM
 
         extra: dict[str, Any] = {}
@@ -40,6 +41,11 @@ class Graphs:
         if "steering" in features:
             extra["enable_steering"] = True
             extra["max_steering_configs"] = CONFIGS
+        self._points = [
+            one for one in features.split() if one not in ("capture", "steering")
+        ]
+        if self._points:
+            extra["hook_points"] = self._points
         begin = time.perf_counter()
         self._llm = LLM(
             model=model_folder(model),
@@ -119,7 +125,8 @@ class Graphs:
             for one, graph in recorded(self._runner).items()
             if not getattr(one, "tapped", 0)
         }
-        made = cases(self._runner, self._batches) if self._has_features else ()
+        make = cases_inside if self._points else cases
+        made = make(self._runner, self._batches) if self._has_features else ()
         self._cases |= {case.name: case for case in (Case(PLAIN, plain), *made)}
         self._prepared = None
         # After recording, which leaves dummy lengths in the inputs that a replay would
@@ -188,7 +195,7 @@ class Case:
             if self.captured:
                 columns = [capture._columns[tap] for tap in self.captured]
                 rows = torch.arange(batch * len(columns), dtype=torch.int32)
-                rows = rows.remainder(capture._staging.rows.shape[0])
+                rows = rows.remainder(capture._staging.rows.shape[0] - WIDEST)
                 rows = rows.view(batch, len(columns)).to(capture._slots.of_taps.device)
                 capture._slots.of_taps[columns, :batch] = rows.T
         if steering is not None:
@@ -319,6 +326,35 @@ def cases(runner, batches):  # type: ignore[no-untyped-def]
         for name, where, programs in program_cases(runner, taps):
             alone = name.startswith("one token")
             yield Case(name, graphs(known, where), programs=programs, alone=alone)
+
+
+def cases_inside(runner, batches):  # type: ignore[no-untyped-def]
+    """Each point inside the block, captured and changed at one layer."""
+    import torch
+
+    from vllm.model_executor.layers.residual.program import Flag, Instruction, Kind
+
+    capture, steering = runner.residual._capture, runner.residual.steering
+    shapes, hidden = runner.residual.point_shapes, capture._staging.rows.shape[1]
+    for point in dict.fromkeys(hook for _, hook in steering.program_addresses):
+        having = sorted(tap for tap in capture.addresses if tap[1] == point)
+        one = having[len(having) // 2]
+        width, _ = shapes.get(one[0], {}).get(point, (hidden, 0))
+        unit = torch.nn.functional.normalize(
+            torch.randn(1, width, device=steering.row_index.device)
+        )
+        project = (Instruction(Kind.LINEAR, unit, flags=Flag.DOT, c2=-0.1),)
+        for name, op, more in (
+            ("captured", capture.addresses[one], {"captured": [one]}),
+            (
+                "projected",
+                steering.program_addresses[one],
+                {"programs": [{one: project}]},
+            ),
+        ):
+            ops = frozenset([op])
+            graphs = {batch: graph_for(runner, batch, ops, True) for batch in batches}
+            yield Case(f"{point} {name} at one layer", graphs, **more)
 
 
 def graph_for(runner, batch, ops, exact):  # type: ignore[no-untyped-def]

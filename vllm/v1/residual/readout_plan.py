@@ -25,11 +25,15 @@ Reduce: TypeAlias = Literal["none", "mean", "sum", "max", "last"]
 Activation: TypeAlias = Literal["none", "relu", "sigmoid", "softmax", "jumprelu"]
 
 
-REST = "rest"
-"""The component of an attribution that has what no other has."""
+REST, ATTN_REST = "rest", "attn_rest"
+"""Components of an attribution that have what no other has: of the logit, and of what
+attention adds, where its heads are components."""
+NEVER_AFTER: tuple[Kind, ...] = ("attention", "attribution")
+"""Kinds that read the values before a change only."""
 ADDED: dict[str, tuple[str, ...]] = {
     "embed": ("pre_attn",),
     "attn_add": ("pre_attn", "post_attn"),
+    ATTN_REST: ("pre_attn", "post_attn"),
     "mlp_add": ("post_attn", "post_block"),
     REST: ("post_block",),
 }
@@ -94,7 +98,7 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     code: bytes = b""
     """The function of a custom readout that has no entry point, by cloudpickle."""
     heads: tuple[int, ...] = ()
-    """The heads whose patterns are read, of attention."""
+    """The heads whose patterns are read, of attention, or which are components."""
     keys: tuple[int, ...] = ()
     """Token positions whose weights are read; empty means the `top_k` largest."""
     full: bool = False
@@ -120,11 +124,11 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
             points = {
                 (layer, point): None
                 for layer, name in self.taps[:-1]
-                for point in ADDED[name]
+                for point in ADDED.get(name, ())
             }
             end = self.taps[-1][0], ADDED[REST][0]
             points.pop(end, None)
-            return *points, end
+            return *points, end, *self.inside
         taps = self.taps
         if self.kind == "norm":
             before = [
@@ -134,6 +138,12 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
             ]
             taps += tuple(tap for tap in before if tap not in taps)
         return tuple([behind(t, self.after) for t in taps]) if self.after >= 0 else taps
+
+    @property
+    def inside(self) -> tuple[Tap, ...]:
+        """Of an attribution by heads: the points inside the block that it reads."""
+        layers = [layer for layer, name in self.taps if name == ATTN_REST]
+        return tuple((layer, point) for layer in layers for point in ("attn_add", "z"))
 
 
 class Refusals(msgspec.Struct, frozen=True):
@@ -145,6 +155,10 @@ class Refusals(msgspec.Struct, frozen=True):
     """Empty if a linear form of its norm and head is known."""
     attention: dict[int, str] = {}
     """By layer with the point `q`, where patterns are not computed."""
+    heads: str = ""
+    """Empty if heads can be components of an attribution."""
+    projections: tuple[int, ...] = ()
+    """The layers whose heads can be."""
 
 
 class StopWhen(msgspec.Struct, frozen=True, array_like=True):

@@ -32,6 +32,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.v1.readouts.worker.head_parts import Projected, norms_of
 from vllm.v1.residual.point_shapes import PointShape
 from vllm.v1.residual.tap import Tap
 
@@ -197,6 +198,29 @@ def find_inner_points(
     if "final_norm" in names and final_norm is not None and layers:
         shape = PointShape(hidden_size)
         found[max(layers), "final_norm"] = InnerPoint(final_norm, shape, None)
+    return found
+
+
+def projected_heads(
+    points: Mapping[Tap, InnerPoint], layers: Mapping[int, nn.Module], hidden_size: int
+) -> dict[int, Projected]:
+    """The output projections behind the point `z`, of layers that have just one."""
+    found: dict[int, Projected] = {}
+    for (index, name), point in points.items():
+        if name != "z":
+            continue
+        layer = layers[index]
+        (core,) = [at for at, one in layer.named_modules() if one is point.module]
+        behind = [
+            one
+            for one in _block_of(layer, core).modules()
+            if isinstance(one, RowParallelLinear)
+            and (one.input_size, one.output_size) == (point.shape.width, hidden_size)
+        ]
+        if len(behind) == 1:
+            norms = norms_of(layer, hidden_size)
+            shape = point.shape
+            found[index] = Projected(behind[0], norms, shape.heads, shape.width)
     return found
 
 

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.residual.inductor_guard import guard_calls
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.readouts.worker.head import final_norm_of
+from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
@@ -30,6 +31,7 @@ from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.inner_points import (
     find_inner_points,
     norms_with_logits,
+    projected_heads,
     shapes_of,
     why_missing,
 )
@@ -127,6 +129,7 @@ def _open(
                     for (layer, name), point in layers.inner.items()
                     if name == "q"
                 },
+                HeadParts(projected_heads(layers.inner, layers.blocks, width)),
             )
         taps_behind = _taps_behind(taps, num_layers - 1, AFTER in optional)
         capture = WorkerCapture(

@@ -86,8 +86,13 @@ class Pair:
             max_model_len=CONTEXT if kind.startswith("grouped") else 256,
             max_num_batched_tokens=32,
             enable_readouts=True,
-            hook_points=["q"],
+            hook_points=["q", "z", "attn_add"],
         )
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether the output projections add something that is no head's."""
+        return self.kind in ("sinks, window", "alibi")
 
     def ask(self, prompts: list[list[int]], **specs: Any) -> list[RequestOutput]:
         params = SamplingParams(
@@ -137,6 +142,43 @@ class Pair:
         head = self.library.get_output_embeddings().weight[TOKENS]
         factor = 1 / getattr(config, "logits_scaling", 1.0)
         return (rows * scale * weight @ head.T * factor).detach()
+
+    def parts_of_heads(self, output: RequestOutput, layer: int) -> torch.Tensor:
+        """What each head adds to the logits, `[n, heads, tokens]`, by modules' weights.
+
+        Each head goes through its slice of the output projection, then through what
+        follows it, with the scale that a norm has for all heads together.
+        """
+        fed = [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids][:-1]
+        block, config = self.layers[layer], self.library.config
+        names = ("o_proj", "out_proj", "dense")
+        (projection,) = [
+            one for at, one in block.named_modules() if at.rpartition(".")[2] in names
+        ]
+        seen: list[torch.Tensor] = []
+        hooks = [
+            projection.register_forward_pre_hook(keep_input(seen)),
+            self.norm.register_forward_pre_hook(keep_input(seen)),
+        ]
+        with torch.no_grad():
+            self.library(torch.tensor([fed]))
+        for one in hooks:
+            one.remove()
+        z, last = seen
+        heads = config.num_attention_heads
+        size = z.shape[1] // heads
+        by_head = torch.zeros(heads, *z.shape)
+        for head in range(heads):
+            own = slice(head * size, (head + 1) * size)
+            by_head[head, :, own] = z[:, own]
+        outputs = by_head @ projection.weight.T
+        if hasattr(block, "post_feedforward_layernorm"):
+            norm = block.post_attention_layernorm
+            whole = projection(z)
+            scale = (whole.pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt()
+            outputs = outputs * scale * (1 + norm.weight)
+        outputs = outputs * getattr(config, "residual_multiplier", 1.0)
+        return torch.stack([self.explained(one, last) for one in outputs], 1).detach()
 
     def patterns(self, output: RequestOutput) -> torch.Tensor:
         """Of all tokens that are fed: `[layers, heads, n, n]`."""
@@ -267,6 +309,36 @@ def test_components_sum_to_the_logit(pair: Pair) -> None:
         within(parts[:, 0], pair.explained(states[0], states[-1]), bound)
         if "bias" not in pair.kind and pair.kind != "alibi":
             assert parts[:, -1].abs().max() < bound
+
+
+def test_heads_sum_to_what_attention_adds(pair: Pair) -> None:
+    spec = {"kind": "attribution", "tokens": TOKENS, "positions": "all"}
+    some = {**spec, "heads": [2, 0], "layers": [1]}
+    asked = {"whole": spec, "heads": {**spec, "heads": "all"}, "some": some}
+    for output in pair.ask(PROMPTS, **asked):
+        whole, heads, few = (output.readouts[name] for name in asked)
+        assert heads.error is None
+        names = [f"head_{n}" for n in range(4)]
+        assert heads.taps[1:6] == tuple((0, n) for n in (*names, "attn_rest"))
+        assert few.taps[1:] == tuple(
+            (1, name) for name in ("head_2", "head_0", "attn_rest", "mlp_add", "rest")
+        )
+        bound = 1e-4 * float(np.abs(whole["logits"]).max())
+        np.testing.assert_allclose(
+            heads["logits"].sum(1), whole["logits"].sum(1), atol=10 * bound
+        )
+        for layer in range(LAYERS):
+            at = [n for n, tap in enumerate(heads.taps) if tap[0] == layer]
+            at = [n for n in at if heads.taps[n][1].startswith(("head", "attn"))]
+            parts = torch.from_numpy(heads["logits"][:, at])
+            added = torch.from_numpy(whole["logits"][:, 1 + 2 * layer].copy())
+            within(parts.sum(1), added, bound)
+            expected = pair.parts_of_heads(output, layer)
+            within(parts[:, :4], expected, bound)
+            if not pair.has_biases:
+                assert parts[:, 4].abs().max() < bound
+        own = torch.from_numpy(few["logits"][:, 1:3].copy())
+        within(own, pair.parts_of_heads(output, 1)[:, [2, 0]], bound)
 
 
 def within(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:

@@ -39,6 +39,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "sae": {"sae": "x"},
     "custom": {"name": "x"},
     "attention": {"layers": [1]},
+    "attribution": {"layers": [1], "tokens": [5]},
 }
 KEYS = (
     *("kind", "hook", "hooks", "layer", "layers", "positions", "reduce", "vectors"),
@@ -289,6 +290,57 @@ def test_what_attention_needs_is_said() -> None:
     wide = replace(WITH_QUERIES, point_shapes={0: {"q": (8, 2)}, 1: {"q": (16, 4)}})
     with pytest.raises(ReadoutValidationError, match=r"layers have \[2, 4\] heads"):
         parse_readout("n", given | {"layers": [0, 1]}, wide, SERVER)
+
+
+STREAM = ("pre_attn", "post_attn", "post_block")
+WITH_HEADS = replace(
+    CONTEXT,
+    hook_points={0: (*STREAM, "attn_add"), 1: (*STREAM, "attn_add", "z"), 2: STREAM},
+    point_shapes={1: {"z": (8, 4)}},
+)
+BY_HEADS = replace(SERVER, refusals=Refusals(projections=(1,)))
+
+
+def test_heads_are_components_in_the_place_of_what_attention_adds() -> None:
+    raw = {"kind": "attribution", "tokens": [5], "layers": [1], "heads": [3, 0]}
+    found = parse_readout("n", raw, WITH_HEADS, BY_HEADS)
+    names = ("head_3", "head_0", "attn_rest", "mlp_add")
+    assert found.taps == ((0, "embed"), *((1, name) for name in names), (2, "rest"))
+    assert found.heads == (3, 0)
+    assert found.inside == ((1, "attn_add"), (1, "z"))
+    assert found.staged == (
+        *((0, "pre_attn"), (1, "pre_attn"), (1, "post_attn"), (1, "post_block")),
+        *((2, "post_block"), *found.inside),
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "context", "server", "message"),
+    [
+        ({"heads": [4]}, WITH_HEADS, BY_HEADS, "heads are 0 to 3, not 4"),
+        ({"heads": [1, 1]}, WITH_HEADS, BY_HEADS, "named twice"),
+        (
+            {"heads": "all", "layers": [0, 1]},
+            WITH_HEADS,
+            BY_HEADS,
+            r"layers\.z: layer 0",
+        ),
+        ({"heads": "all"}, CONTEXT, BY_HEADS, "--hook-points attn_add"),
+        ({"heads": "all"}, WITH_HEADS, SERVER, "layer 1 has no single output proj"),
+        (
+            {"heads": "all"},
+            WITH_HEADS,
+            replace(SERVER, refusals=Refusals(heads="two ranks")),
+            "two ranks",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_components_are_refused(
+    more: dict[str, Any], context: CaptureContext, server: Server, message: str
+) -> None:
+    raw = {"kind": "attribution", "tokens": [5], "layers": [1], **more}
+    with pytest.raises(ReadoutValidationError, match=message):
+        parse_readout("n", raw, context, server)
 
 
 def test_a_full_pattern_that_is_too_large_is_refused_with_its_size() -> None:

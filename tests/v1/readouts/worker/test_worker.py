@@ -18,6 +18,7 @@ from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.readouts.results import ReadoutResult, result_of
 from vllm.v1.readouts.worker import worker
+from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.residual.readout_plan import Probe, Readout, ReadoutPart, ReadoutPlan
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.step_layout import StepLayout
@@ -106,7 +107,9 @@ class Stage:
         last = model.layers[-1] if own == count - 1 else None
         nothing: Any = {}
         cpu = torch.device("cpu")
-        self.readouts = worker.WorkerReadouts(config, nothing, model, last, cpu, {})
+        self.readouts = worker.WorkerReadouts(
+            config, nothing, model, last, cpu, {}, HeadParts({})
+        )
 
     def add(self, req_id: str, plan: ReadoutPlan) -> None:
         groups = tuple(

@@ -7,7 +7,7 @@ read, a head or a point that is not there.
 
 from vllm.v1.readouts.frontend.entry import Spec
 from vllm.v1.residual.numbers import is_integer
-from vllm.v1.residual.readout_plan import REST, Readout
+from vllm.v1.residual.readout_plan import ATTN_REST, REST, Readout
 from vllm.v1.residual.tap import Tap
 
 TOP_KEYS = 8
@@ -64,7 +64,10 @@ def parse_attribution(spec: Spec) -> Readout:
             raise spec.fail(
                 "layers", f"layer {layer} has no {min(lacking)}; leave it out"
             )
-    added = ((layer, name) for layer in layers for name in ("attn_add", "mlp_add"))
+    heads = _components(spec, layers) if spec.raw.get("heads") is not None else ()
+    of_heads = [f"head_{head}" for head in heads]
+    of_attention = [*of_heads, ATTN_REST] if heads else ["attn_add"]
+    added = ((n, name) for n in layers for name in (*of_attention, "mlp_add"))
     end = spec.ctx.num_hidden_layers - 1
     return Readout(
         spec.name,
@@ -72,7 +75,26 @@ def parse_attribution(spec: Spec) -> Readout:
         ((0, "embed"), *added, (end, REST)),
         spec.ranges(),
         tokens=tokens,
+        heads=heads,
     )
+
+
+def _components(spec: Spec, layers: list[int]) -> tuple[int, ...]:
+    """The heads that are components of an attribution, at all its layers."""
+    refusals = spec.server.refusals
+    if refusals.heads:
+        raise spec.fail("heads", f"they are not components here: {refusals.heads}")
+    taps = {point: spec.inner(point) for point in ("attn_add", "z")}
+    having = {point: {layer for layer, _ in own} for point, own in taps.items()}
+    for layer in layers:
+        lacking = [point for point, own in having.items() if layer not in own]
+        if lacking or layer not in refusals.projections:
+            what = lacking[0] if lacking else "single output projection behind its z"
+            raise spec.fail("layers", f"layer {layer} has no {what}; leave it out")
+    heads = _heads_of(spec, taps["z"])
+    if len(set(heads)) < len(heads):
+        raise spec.fail("heads", "a head is named twice, whose part would count twice")
+    return heads
 
 
 def _last_row(spec: Spec) -> int:

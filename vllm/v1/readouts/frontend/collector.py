@@ -10,6 +10,7 @@ from vllm.v1.readouts.core.scheduler import STOP_PREFIX
 from vllm.v1.readouts.frontend.rows import rows_of
 from vllm.v1.readouts.results import Joined, ReadoutResult
 from vllm.v1.residual.readout_plan import (
+    NEVER_AFTER,
     Readout,
     ReadoutPart,
     ReadoutPlan,
@@ -133,15 +134,16 @@ class Collector:
 
 
 def _note_changed(readout: Readout, changed: Set[Tap]) -> str | None:
-    places = [tap for tap in readout.taps if tap in changed]
+    read = readout.staged if readout.kind == "attribution" else readout.taps
+    places = [tap for tap in read if tap in changed]
     if not places or readout.after != -1:
         return None
     layer, hook = places[0]
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return (
         f"this request changes {hook} of layer {layer}{more}, after it is read: these "
-        'values are those before the change; "after": true reads those behind it'
-    )
+        "values are those before the change"
+    ) + ("" if readout.kind in NEVER_AFTER else '; "after": true reads those behind it')
 
 
 def _note_missing(readout: Readout, result: ReadoutResult, stop: int) -> None:

@@ -18,7 +18,14 @@ from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32
 from vllm.v1.residual.plain_data import plain
-from vllm.v1.residual.readout_plan import Kind, Probe, Readout, Reduce, RowPart
+from vllm.v1.residual.readout_plan import (
+    NEVER_AFTER,
+    Kind,
+    Probe,
+    Readout,
+    Reduce,
+    RowPart,
+)
 from vllm.v1.residual.row_selection import CaptureContext
 from vllm.v1.residual.tap import AFTER, Tap
 
@@ -50,7 +57,7 @@ def parse_readout(name: str, raw: Any, ctx: CaptureContext, server: Server) -> R
             given,
         )
     keys, parse = _PARSERS[spec["kind"]]
-    reads_rows = spec["kind"] not in ("attention", "attribution")
+    reads_rows = spec["kind"] not in NEVER_AFTER
     allowed = {"kind", "positions", *keys, *([AFTER] if reads_rows else ())}
     if unknown := sorted(str(key) for key in spec if key not in allowed):
         raise fail(
@@ -352,7 +359,7 @@ _PARSERS: dict[str, tuple[tuple[str, ...], Callable[[Spec], Readout]]] = {
     "sae": (("sae", "layer", "hook", "heads", "top_k", "features"), _sae),
     "norm": (("hooks", "heads"), _norm),
     "attention": (("layers", "heads", "top_k", "keys", "full"), parse_attention),
-    "attribution": (("layers", "tokens"), parse_attribution),
+    "attribution": (("layers", "heads", "tokens"), parse_attribution),
     "custom": (("name", "fn", "hooks", "heads", "params"), _custom),
 }
 """By kind: its keys besides `kind` and `positions`, and its parser."""

@@ -8,8 +8,8 @@ of a token of an 8B model, and multiplies by the unembedding: here 66 numbers co
 for each token of interest.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.readouts.worker.head import Head
+from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.readouts.worker.kinds import Arrays
-from vllm.v1.residual.readout_plan import ADDED, Readout
+from vllm.v1.residual.readout_plan import ADDED, ATTN_REST, Readout
 from vllm.v1.residual.tap import Tap
 
 TOLERANCE = 0.02
@@ -34,12 +35,21 @@ class Directions:
     rows: torch.Tensor  # [t, hidden_size] float32, with the norm's weights
     normed: torch.Tensor  # [t, hidden_size] float32, for what the norm returns
     bias: torch.Tensor  # [t] float32
+    of_heads: dict[Any, torch.Tensor] = field(default_factory=dict)
+    """What `HeadParts` keeps for these tokens."""
 
 
 class Attribution:
     """The linear form of a model's final norm and head. Engine thread only."""
 
-    def __init__(self, head: Head, model: nn.Module, width: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        head: Head,
+        model: nn.Module,
+        width: int,
+        dtype: torch.dtype,
+        heads: HeadParts,
+    ) -> None:
         """Find the linear form, and compare it with the model.
 
         Args:
@@ -47,9 +57,11 @@ class Attribution:
             model: the loaded model.
             width: of the stream.
             dtype: of the stream.
+            heads: the linear forms of attention.
 
         """
         self._head = head
+        self._heads = heads
         self._centers = False
         self._weight = self._bias = torch.zeros(0)
         self._scale = 1.0
@@ -154,25 +166,57 @@ class Attribution:
         for number, entry in enumerate(job.entries):
             own = rows[entry.first : entry.first + entry.num_rows]
             own = own.view(entry.count, -1, own.shape[-1])
+            count = len(entry.readout.staged) - len(entry.readout.inside)
+            own, inside = own[:, :count], own[:, count:]
             last = own[:, -1]
             linear = _linear(last.float(), self._weight, self._centers)
             ratio = _ratio(self._head.normed(last).float() - self._bias, linear)
             parts = own.float() @ directions.rows.T * ratio[:, None]
-            added = _differences(entry.readout, parts)
+            heads = self._of_heads(entry.readout, inside, directions)
+            heads = {layer: one * ratio[:, None] for layer, one in heads.items()}
+            added = _differences(entry.readout, parts, heads)
             rest = self._logits(last, directions) - added.sum(dim=1)
             found[f"{number}.logits"] = torch.cat((added, rest[:, None]), dim=1)
         return found
 
+    def _of_heads(
+        self, readout: Readout, rows: torch.Tensor, directions: Directions
+    ) -> dict[int, torch.Tensor]:
+        """By layer `[count, heads, t]`; `rows` are those of `readout.inside`."""
+        found: dict[int, torch.Tensor] = {}
+        layers = [layer for layer, point in readout.inside if point == "z"]
+        at = 0
+        for layer in layers:
+            width = self._heads.width(layer)
+            added, at = rows[:, at], at + 1
+            each = -(-width // rows.shape[-1])
+            z, at = rows[:, at : at + each].flatten(1)[:, :width], at + each
+            found[layer] = self._heads.parts(
+                layer, readout.heads, z, added, directions.rows, directions.of_heads
+            )
+        return found
 
-def _differences(readout: Readout, parts: torch.Tensor) -> torch.Tensor:
-    """`[count, components - 1, t]` of `[count, taps, t]`, which staged points have."""
+
+def _differences(
+    readout: Readout, parts: torch.Tensor, heads: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """`[count, components - 1, t]` of `[count, taps, t]`, which staged points have.
+
+    `heads` has the parts of heads, by layer.
+    """
     place = {tap: number for number, tap in enumerate(readout.staged)}
     columns: list[torch.Tensor] = []
     for layer, name in readout.taps[:-1]:
+        if name not in ADDED:
+            continue
+        if name == ATTN_REST:
+            columns += heads[layer].unbind(1)
         points: tuple[Tap, ...] = tuple((layer, point) for point in ADDED[name])
         columns.append(parts[:, place[points[-1]]])
         if len(points) > 1:
             columns[-1] = columns[-1] - parts[:, place[points[0]]]
+        if name == ATTN_REST:
+            columns[-1] = columns[-1] - heads[layer].sum(1)
     return torch.stack(columns, dim=1)
 
 

@@ -21,6 +21,7 @@ from vllm.v1.readouts.worker.agreement import failing_together
 from vllm.v1.readouts.worker.attention import AttentionPatterns
 from vllm.v1.readouts.worker.attribution import Attribution
 from vllm.v1.readouts.worker.head import ELSEWHERE, Head
+from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.readouts.worker.jobs import (
     ROWS,
     Entry,
@@ -85,6 +86,7 @@ class WorkerReadouts:
         last_layer: nn.Module | None,
         device: torch.device,
         attention: Mapping[int, Any],
+        heads: HeadParts,
     ) -> None:
         """Find the model's head.
 
@@ -96,6 +98,7 @@ class WorkerReadouts:
                 stage has it.
             device: the device of the model.
             attention: upstream's attention layers with the point `q`, by layer.
+            heads: the linear forms of attention layers.
 
         """
         parallel = vllm_config.parallel_config
@@ -119,7 +122,8 @@ class WorkerReadouts:
         self._sent: dict[str, Any] = {}
         self._requests: dict[str, ReadingRequest] = {}
         dtype = torch_dtype(vllm_config.model_config)
-        self._attribution = Attribution(self.head, model, self._width, dtype)
+        self._heads = heads
+        self._attribution = Attribution(self.head, model, self._width, dtype, heads)
         self._operations = Operations(
             vllm_config, self.head, self._attribution, self._requests, device
         )
@@ -142,7 +146,15 @@ class WorkerReadouts:
     @property
     def refusals(self) -> dict[str, Any]:
         """As `Refusals`; without `lens` on ranks without a head."""
-        found: dict[str, Any] = {"attention": self.patterns.refusals}
+        found: dict[str, Any] = {
+            "attention": self.patterns.refusals,
+            "projections": self._heads.layers,
+        }
+        if self._shared or len(self._stages.starts) > 1:
+            found["heads"] = (
+                "the output projections are divided among ranks, or in other stages of "
+                "the pipeline; capture z, or use one process"
+            )
         if self.head.refusal != ELSEWHERE:
             found["lens"] = self.head.refusal
             found["attribution"] = self._attribution.refusal
