@@ -2,6 +2,7 @@
 """interp-engine's routes: the most that is taken keeps nobody waiting."""
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
         {"residuals": 13_000, "top_k": 10},
         200,
     ),
+    "residuals of a megabyte": (
+        "decode_residuals",
+        {"residuals": 2_900, "top_k": 45},
+        200,
+    ),
     "operations": (
         "capture",
         {
@@ -90,3 +96,6 @@ def test_the_most_that_is_taken_delays_nobody(
         f"{max(watch.owned):.3f} s; {more >> 20} MiB more"
     )
     assert max(watch.owned) < 0.25
+    # Longer bodies take a few times their own size.
+    longer = max(len(json.dumps(body)) - (1 << 20), 0)
+    assert more < (64 << 20) + 8 * longer

@@ -24,7 +24,7 @@ def decode_rows(llm: "LLM", rows: torch.Tensor) -> torch.Tensor:
     """
     sent = rows.detach().float().cpu().contiguous().numpy().tobytes()
     core = llm.llm_engine.engine_core
-    return received(call_engine(core, "decoded_rows", sent, len(rows)))
+    return received(call_engine(core, "decoded_rows", sent, len(rows)))[0]
 
 
 def unembedding_rows(llm: "LLM", tokens: Sequence[int]) -> torch.Tensor:
@@ -36,11 +36,15 @@ def unembedding_rows(llm: "LLM", tokens: Sequence[int]) -> torch.Tensor:
 
     """
     core = llm.llm_engine.engine_core
-    return received(call_engine(core, "unembedding_rows", [int(one) for one in tokens]))
+    asked = [int(one) for one in tokens]
+    return received(call_engine(core, "unembedding_rows", asked))[0]
 
 
-def received(answer: Mapping[str, Any]) -> torch.Tensor:
-    """Decode the tensor in an engine core's answer."""
-    dtype: torch.dtype = getattr(torch, answer["dtype"])
-    values = torch.frombuffer(bytearray(answer["data"]), dtype=dtype)
-    return values.view(answer["shape"])
+def received(answer: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Decode the tensors in an engine core's answer."""
+    return [
+        torch.frombuffer(
+            bytearray(one["data"]), dtype=getattr(torch, one["dtype"])
+        ).view(one["shape"])
+        for one in answer
+    ]

@@ -207,7 +207,7 @@ class ServedModel(ModelFacts):
                 raise ValueError(
                     f"token {token} is outside of the vocabulary of {size}"
                 )
-        return await self._asked("unembedding_rows", tokens)
+        return (await self._asked("unembedding_rows", tokens))[0]
 
     async def decode_residuals(
         self, residuals: torch.Tensor, *, detach: bool = True
@@ -222,6 +222,15 @@ class ServedModel(ModelFacts):
         """
         if not detach:
             raise ValueError("detach=False: an engine keeps no gradients; leave it out")
+        return (await self.decoded(residuals))[0]
+
+    async def decoded(
+        self, residuals: torch.Tensor, top_k: int | None = None
+    ) -> list[torch.Tensor]:
+        """The same logits; or the ids and values of the largest, `[rows, top_k]` each.
+
+        The largest are chosen in the engine, which sends only these.
+        """
         rows = decode_tensor(residuals)
         if rows.dim() != 2 or rows.shape[1] != self.d_model or not len(rows):
             raise ValueError(
@@ -229,7 +238,7 @@ class ServedModel(ModelFacts):
                 f"{list(rows.shape)}"
             )
         sent = rows.contiguous().numpy().tobytes()
-        return await self._asked("decoded_rows", sent, len(rows))
+        return await self._asked("decoded_rows", sent, len(rows), top_k)
 
     async def set_lens_jacobians(
         self, jacobians: Mapping[int, torch.Tensor] | None, *, name: str = "default"
@@ -366,8 +375,8 @@ class ServedModel(ModelFacts):
         """Stop the engine."""
         self.engine.shutdown()
 
-    async def _asked(self, method: str, *arguments: Any) -> torch.Tensor:
-        """Request a tensor from the engine core."""
+    async def _asked(self, method: str, *arguments: Any) -> list[torch.Tensor]:
+        """Request tensors from the engine core."""
         core = self.engine.engine_core
         try:
             answer = await core.call_utility_async(method, *arguments)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from vllm import __version__
 from vllm.entrypoints.serve.interp_engine.room import MOST_DIRECTIONS
 from vllm.entrypoints.serve.interp_engine.schema import MOST_POINTS, Tokenize
@@ -88,12 +86,6 @@ def _ids(model: ServedModel, body: Tokenize) -> list[int]:
             f"messages: the chat template refuses them: {error}"
         ) from error
     return ids
-
-
-def largest(logits: torch.Tensor, top_k: int) -> Answer:
-    """The `top_k` largest of logits `[rows, vocabulary]`, or all."""
-    top = torch.topk(logits, min(top_k, logits.shape[-1]), dim=-1)
-    return {"token_ids": top.indices.tolist(), "logits": top.values.tolist()}
 
 
 def token_step(step: GenStep) -> Answer:

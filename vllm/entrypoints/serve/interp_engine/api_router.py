@@ -21,7 +21,6 @@ from vllm.entrypoints.serve.interp_engine import schema
 from vllm.entrypoints.serve.interp_engine.answers import (
     description,
     finish_of,
-    largest,
     lens_step,
     token_step,
     tokenized,
@@ -185,11 +184,11 @@ async def decode_residuals(request: Request, body: schema.DecodeResiduals) -> Re
     size = model.config.model_config.get_vocab_size()
     _room(request).take(count, size, "residuals")
     check_numbers(2 * count * min(body.top_k or 0, size), "top_k")
-    logits = await model.decode_residuals(rows)
     if body.top_k is None:
+        logits = await model.decode_residuals(rows)
         return _tensors({"tensor": logits}, body.output_dtype)
-    most = body.top_k
-    return await _sent(lambda: largest(logits, most))
+    ids, largest = await model.decoded(rows, body.top_k)
+    return await _sent(lambda: {"token_ids": ids.tolist(), "logits": largest.tolist()})
 
 
 @router.post("/generate")

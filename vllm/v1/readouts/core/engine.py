@@ -85,19 +85,24 @@ def added_counters(
     return total
 
 
-def decoded_rows(core: "EngineCore", rows: bytes, count: int) -> dict[str, Any]:
+def decoded_rows(
+    core: "EngineCore", rows: bytes, count: int, top_k: int | None = None
+) -> list[dict[str, Any]]:
     """Logits `[count, vocabulary]` of rows that were sent as float32.
+
+    Or the ids and values of the `top_k` largest.
 
     Raises:
         ValueError: readouts are off, or the model has no head that supports this.
 
     """
     _check_enabled(core)
-    ranks = core.model_executor.collective_rpc(calls.decode_rows, args=(rows, count))
-    return _sent(next(logits for logits in ranks if logits is not None))
+    arguments = rows, count, top_k
+    ranks = core.model_executor.collective_rpc(calls.decode_rows, args=arguments)
+    return [_sent(one) for one in next(found for found in ranks if found is not None)]
 
 
-def unembedding_rows(core: "EngineCore", tokens: list[int]) -> dict[str, Any]:
+def unembedding_rows(core: "EngineCore", tokens: list[int]) -> list[dict[str, Any]]:
     """The unembedding's rows of tokens, `[tokens, hidden_size]`.
 
     Args:
@@ -115,7 +120,7 @@ def unembedding_rows(core: "EngineCore", tokens: list[int]) -> dict[str, Any]:
     whole = found[0][0]
     for rows, own in found[1:]:
         whole[own] = rows[own]
-    return _sent(whole)
+    return [_sent(whole)]
 
 
 def _check_enabled(core: "EngineCore") -> None:

@@ -38,10 +38,11 @@ def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
     }
 
 
-def decode_rows(worker: Any, rows: bytes, count: int) -> Any:
+def decode_rows(worker: Any, rows: bytes, count: int, top_k: int | None) -> Any:
     """For `collective_rpc`: float32 logits of rows in float32, on the first rank.
 
-    None on ranks that get no logits or have no head.
+    Of the `top_k` largest the ids come before them. None on ranks that get no logits or
+    have no head.
 
     Raises:
         ValueError: the model has no head that supports this.
@@ -57,7 +58,12 @@ def decode_rows(worker: Any, rows: bytes, count: int) -> Any:
     with torch.inference_mode():
         placed = given.to(runner.device, worker.vllm_config.model_config.dtype)
         logits = readouts.head.logits(placed)
-    return None if logits is None else logits.float().cpu()
+        if logits is None:
+            return None
+        if top_k is None:
+            return (logits.float().cpu(),)
+        top = torch.topk(logits.float(), min(top_k, logits.shape[-1]), dim=-1)
+        return top.indices.cpu(), top.values.cpu()
 
 
 def unembedding_rows(worker: Any, tokens: list[int]) -> Any:
