@@ -121,6 +121,7 @@ def offline(options: argparse.Namespace, report: dict[str, Any]) -> None:
         "device": options.device,
         "eager": options.eager,
         "kv_gib": options.kv_gib,
+        "tensor_parallel": options.tensor_parallel,
         "folder": str(options.folder),
     }
     paths = {"plain": options.upstream, "connector": options.upstream}
@@ -227,6 +228,7 @@ async def http(options: argparse.Namespace, report: dict[str, Any]) -> None:
         arguments += ["--gpu-memory-utilization", "0.6"]
     if options.eager:
         arguments.append("--enforce-eager")
+    arguments += ["--tensor-parallel-size", str(options.tensor_parallel)]
     environment = {"PYTHONPATH": options.fork, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     server = Server(
         Path(model_folder(options.model)),
@@ -251,6 +253,7 @@ def main() -> None:
     parser.add_argument("--fork", help="PYTHONPATH of the fork")
     parser.add_argument("--upstream", help="PYTHONPATH of upstream")
     parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--rounds", type=int, default=3)
@@ -279,6 +282,7 @@ def run(options: argparse.Namespace) -> None:
     report: dict[str, Any] = {
         **reports.begun(),
         "model": describe(options.model),
+        "tensor_parallel": options.tensor_parallel,
         "gpu": reports.ask_gpu("name"),
         "loads": {load: sized(load, options) for load in LOADS},
     }

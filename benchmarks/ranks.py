@@ -2,20 +2,23 @@
 """Claim: what interventions, rows and readouts cost over several GPUs, per token.
 
     python benchmarks/ranks.py --sides upstream=PATH fork=PATH [other=PATH ...] \
-        [--tensor-parallel 2] [--pipeline-parallel 1] [--cases layers lens] \
-        [--rounds 3] [--out ranks.json]
+        [--tensor-parallel 2] [--pipeline-parallel 1] [--data-parallel 1] \
+        [--cases layers lens] [--rounds 3] [--out ranks.json]
 
 Each side is an engine over the same GPUs, in a process with PYTHONPATH set to a folder
 (or several, separated by colons) that has its `vllm`. The first is the baseline: it
-computes the plain batch, also if it is upstream. All take turns with a batch of 32
-requests whose prompts have 256 tokens. What is compared is the median time between the
-outputs of two steps, as the caller sees it, over steps that only generate. A figure is
-the ratio to the mean of the baseline's turns directly before and after it; the first
-round warms up and is not counted. Rows are returned to the caller. Weights are random.
+computes the plain batch, also if it is upstream; alone, it is compared with itself, for
+models of which two do not fit. All take turns with a batch of 32 requests for each
+data-parallel engine, whose prompts have 256 tokens. What is compared is the median time
+between the outputs of two steps, as the caller sees it, over steps that only generate.
+A figure is the ratio to the mean of the baseline's turns directly before and after it;
+the first round warms up and is not counted. Rows are returned to the caller. Weights
+are random.
 `--device cpu --model tiny --eager` runs without a GPU.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -101,8 +104,6 @@ class Engine:
         """Start it; the fork has all features."""
         import importlib.util
 
-        from vllm import LLM
-
         self.is_fork = importlib.util.find_spec("vllm.v1.capture") is not None
         chosen: dict[str, Any] = {}
         if settings["device"] == "cuda":
@@ -118,21 +119,37 @@ class Engine:
             }
             if settings["device"] == "cuda":
                 chosen["capture_staging_bytes"] = 2 << 30
-        self._llm = LLM(
-            model=model_folder(settings["model"]),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            tensor_parallel_size=settings["tensor_parallel"],
-            pipeline_parallel_size=settings["pipeline_parallel"],
-            enforce_eager=settings["eager"],
-            max_model_len=1024,
-            max_num_seqs=REQUESTS,
-            enable_prefix_caching=False,
-            disable_log_stats=True,
-            seed=0,
-            **chosen,
-        )
+        chosen |= {
+            "model": model_folder(settings["model"]),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "tensor_parallel_size": settings["tensor_parallel"],
+            "pipeline_parallel_size": settings["pipeline_parallel"],
+            "enforce_eager": settings["eager"],
+            "max_model_len": 1024,
+            "max_num_seqs": REQUESTS,
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        self._engines = settings["data_parallel"]
         self._cases = fields_by_case(settings["model"])
+        begin = time.perf_counter()
+        if self._engines > 1:
+            self._loop = asyncio.new_event_loop()
+            self._async = self._loop.run_until_complete(self._started(chosen))
+        else:
+            from vllm import LLM
+
+            self._llm = LLM(**chosen)
+        self.start_seconds = time.perf_counter() - begin
+
+    async def _started(self, chosen: dict[str, Any]) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(**chosen, data_parallel_size=self._engines)
+        return AsyncLLM.from_engine_args(arguments)
 
     def seconds(self, case: str) -> float:
         """The median time between the outputs of steps that only generate."""
@@ -140,13 +157,19 @@ class Engine:
 
         prompts: Any = [
             {"prompt_token_ids": [(7 * i + 13 * j) % 31000 + 8 for j in range(PROMPT)]}
-            for i in range(REQUESTS)
+            for i in range(REQUESTS * self._engines)
         ]
         common = {"max_tokens": TOKENS, "temperature": 0.0, "detokenize": False}
         params = [
-            SamplingParams(**common, ignore_eos=True, **self._cases[case](number))
-            for number in range(REQUESTS)
+            SamplingParams(
+                **common,
+                ignore_eos=True,
+                **self._cases[case](number // self._engines),
+            )
+            for number in range(len(prompts))
         ]
+        if self._engines > 1:
+            return self._loop.run_until_complete(self._streamed(case, prompts, params))
         engine = self._llm.llm_engine
         step, times = engine.step, []
 
@@ -162,6 +185,30 @@ class Engine:
             del engine.step  # Its class has the method.
         own = times[AT_START:-AT_END]
         return statistics.median(after - before for before, after in pairwise(own))
+
+    async def _streamed(self, case: str, prompts: Any, params: Any) -> float:
+        """The same for data-parallel engines, over the outputs of all requests."""
+
+        async def one(number: int) -> tuple[Any, list[float]]:
+            rank, times = number % self._engines, []
+            last = None
+            async for output in self._async.generate(
+                prompts[number],
+                params[number],
+                f"{case} {time.monotonic_ns()} {number}",
+                data_parallel_rank=rank,
+            ):
+                last = output
+                times.append(time.perf_counter())
+            return last, times
+
+        found = await asyncio.gather(*map(one, range(len(prompts))))
+        self._check(case, [output for output, _ in found])
+        return statistics.median(
+            after - before
+            for _, times in found
+            for before, after in pairwise(times[AT_START:-AT_END])
+        )
 
     def _check(self, case: str, outputs: list[Any]) -> None:
         """Nothing may be missing, or less work is timed."""
@@ -201,7 +248,7 @@ def child(settings: dict[str, Any]) -> None:
     """Serve the parent's requests: names of cases."""
     answer = answers()
     engine = Engine(settings)
-    answer({"is_fork": engine.is_fork})
+    answer({"is_fork": engine.is_fork, "start_seconds": engine.start_seconds})
     for case in requests():
         try:
             answer(engine.seconds(case))
@@ -246,25 +293,27 @@ def run(options: argparse.Namespace) -> None:
         "model": describe(options.model),
         "tensor_parallel": options.tensor_parallel,
         "pipeline_parallel": options.pipeline_parallel,
+        "data_parallel": options.data_parallel,
         "samples": {},
         "plain_ms": [],
         "errors": {},
     }
-    names = "model", "device", "eager", "kv_gib", "tensor_parallel", "pipeline_parallel"
+    names = ["model", "device", "eager", "kv_gib"]
+    names += ["tensor_parallel", "pipeline_parallel", "data_parallel"]
     settings = {name: getattr(options, name) for name in names}
     with ExitStack() as running:
         base, *sides = [
             running.enter_context(Side(*text.split("=", 1), settings))
             for text in options.sides
         ]
-        for side in (base, *sides):
-            side.answer()
+        report["sides"] = {side.name: side.answer() for side in (base, *sides)}
         print(f"started after {time.perf_counter() - begin:.0f} s", flush=True)
+        print(report["sides"], flush=True)
         for number in range(options.rounds + 1):
             if number > 1 and time.perf_counter() - begin > options.seconds:
                 break
             print(f"round {number}" if number else "warm-up", flush=True)
-            measure(base, sides, cases, report)
+            measure(base, sides or [base], cases, report)
             if number == 0:
                 report["samples"].clear()
             report["rounds"] = number
@@ -289,6 +338,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--data-parallel", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--cases", nargs="+", help="only those whose names hold these")

@@ -58,6 +58,7 @@ class Engine:
             model=model_folder(settings["model"]),
             load_format="dummy",
             skip_tokenizer_init=True,
+            tensor_parallel_size=settings["tensor_parallel"],
             max_model_len=4096,
             max_num_seqs=256,
             enable_prefix_caching=False,

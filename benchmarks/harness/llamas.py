@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llamas with dummy weights: of three sizes, and one for rows on a CPU."""
+"""Llamas with dummy weights: of four sizes, and one for rows on a CPU."""
 
 import json
 import tempfile
@@ -9,6 +9,7 @@ MODELS = {
     "tiny": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4},
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16},
     "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70b": {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64},
     # The rows of the 8b, with half a percent of its work.
     "wide": {
         "hidden_size": 4096,
