@@ -9,4 +9,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 def test_kernels_are_those_of_float64() -> None:
-    run_tests("tests/model_executor/layers/residual/apart")
+    run_tests(
+        "tests/model_executor/layers/residual/apart",
+        "tests/v1/readouts/worker/apart",
+    )

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that fails to compute attention patterns when it is told to."""
+"""A worker that fails to compute attention patterns or a lens when it is told to."""
 
 from typing import Any
 
 import torch
 
+from vllm.v1.readouts.worker import operations, worker
 from vllm.v1.readouts.worker.attention import AttentionPatterns
+from vllm.v1.readouts.worker.head import Head
 
 scores = AttentionPatterns._scores
+PLACES: dict[str, tuple[Any, str]] = {
+    "rows": (worker.WorkerReadouts, "_rows"),
+    "norm": (Head, "normed"),
+    "values": (operations, "top_values"),
+}
+WHOLE = {name: getattr(*place) for name, place in PLACES.items()}
 
 
 class Breaking:
@@ -19,7 +27,12 @@ class Breaking:
         made = failing if fails else scores
         AttentionPatterns._scores = made  # type: ignore[method-assign]
 
+    def fail_lens(self, rank: int, place: str, fails: bool) -> None:
+        """From now on let this rank fail there, or no longer."""
+        if rank == torch.distributed.get_rank():
+            setattr(*PLACES[place], failing if fails else WHOLE[place])
+
 
 def failing(*given: Any) -> torch.Tensor:
     """Have no memory."""
-    raise MemoryError("no room for scores")
+    raise MemoryError("no room")

@@ -226,3 +226,22 @@ def test_patterns_that_one_rank_cannot_compute_are_an_error_of_their_readout(
         assert mended[name].error is None and len(mended[name]["weights"])
     assert broken["norm"].error is None
     torch.testing.assert_close(broken["norm"]["norm"], mended["norm"]["norm"])
+
+
+@pytest.mark.parametrize(
+    ("place", "rank"), [("rows", 0), ("norm", 0), ("norm", 1), ("values", 0)]
+)
+def test_a_lens_that_one_rank_cannot_compute_is_an_error_of_its_readout(
+    pair: Pair, place: str, rank: int
+) -> None:
+    asked = {"lens": {"kind": "lens", "positions": "all"}}
+    rpc = pair.engine.llm.collective_rpc
+    rpc("fail_lens", args=(rank, place, True))
+    try:
+        broken = pair.ask(readouts=asked).readouts["lens"]
+    finally:
+        rpc("fail_lens", args=(rank, place, False))
+    mended = pair.ask(readouts=asked).readouts["lens"]
+    assert re.search("no room|another .* rank", broken.error or "")
+    assert not broken.arrays
+    assert mended.error is None and len(mended["token_ids"])

@@ -107,7 +107,9 @@ def check_slots(placed: PlacedStep, num_rows: int) -> None:
 
 @given(st.data())
 def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> None:
-    placement = StepLayout(range(TAPS), MOST_ROWS)
+    # As pipeline stages have them; sometimes requests change to another.
+    batches = data.draw(st.integers(1, 3))
+    placement = StepLayout(range(TAPS), MOST_ROWS, None, batches)
     groups: dict[str, tuple[LocalGroup, ...]] = {}
     positions: dict[str, int] = {}
     for step in range(data.draw(st.integers(1, 25))):
@@ -125,6 +127,10 @@ def test_every_step_is_placed_as_if_it_were_the_first(data: st.DataObject) -> No
         # Usually one token each; sometimes chunks, a preemption, another order.
         usual = data.draw(st.integers(0, 3)) > 0
         batch = sorted(positions)
+        moved = data.draw(st.integers(0, 9)) == 0
+        batch = [
+            name for name in batch if (int(name[1:]) + step + moved) % batches == 0
+        ] or batch[:1]
         counts = [1 if usual else data.draw(st.integers(1, 4)) for _ in batch]
         if data.draw(st.integers(0, 7)) == 0:
             batch.reverse()
@@ -173,6 +179,34 @@ def test_decoding_steps_share_one_layout() -> None:
     assert first is not None
     for shift, one in enumerate(placed[3:], first.shift):
         assert one is not None and one.layout is first.layout and one.shift == shift
+
+
+def test_batches_that_alternate_have_their_own_layouts() -> None:
+    placement = StepLayout(range(TAPS), MOST_ROWS, None, 3)
+    tap = LocalGroup(((0, "post_block"),), (0,), ((0, OPEN_END),), ())
+    for name in "abcd":
+        placement.add(name, (tap,))
+
+    def place(names: str, at: int) -> PlacedStep:
+        count = len(names)
+        view = StepView([*names], np.full(count, at), np.ones(count, np.int64), count)
+        placed = placement.place(view)
+        assert placed is not None
+        return placed
+
+    placed = [place(names, at) for at in range(4) for names in ("ab", "cd")]
+    for first in placed[:2]:
+        same = placed[placed.index(first) :: 2]
+        assert all(one.layout is first.layout for one in same)
+        assert [one.shift - first.shift for one in same] == [0, 1, 2, 3]
+    # Numbers that follow each other are of one batch.
+    assert abs(placed[0].layout.number - placed[1].layout.number) > 1
+    # A request that has ended is gone from its batch, and the other goes on.
+    placement.remove("a")
+    assert place("cd", 4).layout is placed[1].layout
+    fewer = place("b", 4)
+    assert fewer.layout.number == placed[0].layout.number + 1
+    assert [{*block.decoding} for block in fewer.layout.blocks] == [{"b"}]
 
 
 def test_an_end_of_a_request_that_has_left_the_batch_changes_no_layout() -> None:

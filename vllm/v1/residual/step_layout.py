@@ -3,11 +3,12 @@
 
 While the same requests decode one token each, consecutive steps differ only in
 positions and in the staging segment. Such a step reuses the last layout with a shift.
-If requests start or end, only these are processed.
+If requests start or end, only these are processed. Pipeline stages have as many batches
+in flight, whose steps alternate; each batch has its own last layout.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -54,7 +55,11 @@ class PlacedStep(NamedTuple):
 
     layout: Layout
     shift: int
-    """The step number: a row's token position is its origin plus this."""
+    """The number of the batch's step: a row's position is its origin plus this."""
+
+
+LAYOUTS = 1 << 40
+"""More than the layouts of a batch; those of several batches have distinct numbers."""
 
 
 class StepLayout:
@@ -68,6 +73,7 @@ class StepLayout:
         addresses: Sequence[int],
         most_rows: int,
         widths: Mapping[int, tuple[int, int]] | None = None,
+        num_batches: int = 1,
     ) -> None:
         """Start without requests.
 
@@ -75,24 +81,17 @@ class StepLayout:
             addresses: for each tap, the address that identifies its op.
             most_rows: staging rows that a step may use.
             widths: as of `BlockRows`.
+            num_batches: how many batches, of different requests, may alternate.
 
         """
-        self._addresses = addresses
-        self._block_rows = BlockRows(most_rows, widths)
         self._groups: dict[str, tuple[LocalGroup, ...]] = {}
-        self._step = 0
-        self._number = 0
-        """The number of the last layout."""
-        self._layout: Layout | None = None
-        self._decoding: Decoding | None = None
-        """The last step, if the next one may reuse its layout."""
-        self._origins: dict[str, int | None] = {}
-        """The origins of all requests that had one token in the last step.
-
-        None for a request that must be processed again.
-        """
-        self._until = OPEN_END
-        """The first step at which a range of one of them starts or ends."""
+        self._batches = [
+            BatchLayout(
+                self._groups, addresses, BlockRows(most_rows, widths), LAYOUTS * number
+            )
+            for number in range(num_batches)
+        ]
+        """By their last step."""
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._groups
@@ -117,27 +116,95 @@ class StepLayout:
         self._invalidate(req_id)
 
     def _invalidate(self, req_id: str) -> None:
-        if req_id in self._origins:
-            self._origins[req_id] = self._decoding = None
+        for one in self._batches:
+            one.invalidate(req_id)
 
     def place(self, view: StepView) -> PlacedStep | None:
         """Lay out a step; None if no row of it is captured."""
-        self._step += 1
+        batches = self._batches
         if not self._groups:
+            batches[0].skip()
             return None
-        if not self._continues(view):
-            self._place_anew(view)
+        for batch in batches:
+            if batch.continues(view):
+                break
+        else:
+            req_ids = {*view.req_ids}
+            batch = max(batches, key=lambda one: one.num_common(req_ids))
+            batch.place_anew(view)
+        batches.remove(batch)
+        batches.append(batch)
+        return batch.placed
+
+
+class BatchLayout:
+    """Lays out the steps of one batch."""
+
+    def __init__(
+        self,
+        groups: Mapping[str, tuple[LocalGroup, ...]],
+        addresses: Sequence[int],
+        block_rows: BlockRows,
+        number: int,
+    ) -> None:
+        """Start before the first step.
+
+        Args:
+            groups: of all captured requests, by id; kept up to date by the caller.
+            addresses: as of `StepLayout`.
+            block_rows: the row indices.
+            number: of layouts before the first one.
+
+        """
+        self._addresses = addresses
+        self._block_rows = block_rows
+        self._groups = groups
+        self._step = 0
+        self._number = number
+        """The number of the last layout."""
+        self._layout: Layout | None = None
+        self._decoding: Decoding | None = None
+        """The last step, if the next one may reuse its layout."""
+        self._origins: dict[str, int | None] = {}
+        """The origins of all requests that had one token in the last step.
+
+        None for a request that must be processed again.
+        """
+        self._until = OPEN_END
+        """The first step at which a range of one of them starts or ends."""
+
+    @property
+    def placed(self) -> PlacedStep | None:
+        """The last step; None if no row of it is captured."""
         return None if self._layout is None else PlacedStep(self._layout, self._step)
 
-    def _continues(self, view: StepView) -> bool:
-        return (
+    def invalidate(self, req_id: str) -> None:
+        """Process a request again, which is new or has ended."""
+        if req_id in self._origins:
+            self._origins[req_id] = self._decoding = None
+
+    def num_common(self, req_ids: Set[str]) -> int:
+        """How many of these requests had one token in the last step."""
+        return len(req_ids & self._origins.keys())
+
+    def skip(self) -> None:
+        """Count a step in which nothing is captured."""
+        self._step += 1
+
+    def continues(self, view: StepView) -> bool:
+        """Whether a step has the last layout; if so, it is the last step now."""
+        same = (
             self._decoding is not None
-            and self._step < self._until
+            and self._step + 1 < self._until
             and view.true_starts is None
             and self._decoding.continues(view)
         )
+        self._step += same
+        return same
 
-    def _place_anew(self, view: StepView) -> None:
+    def place_anew(self, view: StepView) -> None:
+        """Lay out a step that does not continue the last one."""
+        self._step += 1
         row_of, picked, changed = self._assign_rows(view)
         blocks = self._block_rows.blocks(picked)
         self._number += 1

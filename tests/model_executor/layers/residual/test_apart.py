@@ -6,7 +6,12 @@ from tests.support.subprocess import run_tests
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_the_kernel_under_tritons_interpreter() -> None:
+KERNELS = (
+    "tests/model_executor/layers/residual/apart/test_kernel.py",
+    "tests/v1/readouts/worker/apart/test_top_tokens.py",
+)
+
+
+def test_kernels_under_tritons_interpreter() -> None:
     # The interpreter must be chosen before vllm is imported.
-    file = "tests/model_executor/layers/residual/apart/test_kernel.py"
-    run_tests("-p", "tests.support.interpreted", file, timeout=800)
+    run_tests("-p", "tests.support.interpreted", *KERNELS, timeout=800)

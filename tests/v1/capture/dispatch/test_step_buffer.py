@@ -30,8 +30,8 @@ GROUPS = (
 class Steps:
     """Consecutive steps, and the place in memory of each of their rows."""
 
-    def __init__(self) -> None:
-        self._placement = StepLayout(range(TAPS), 1000)
+    def __init__(self, batches: int = 1) -> None:
+        self._placement = StepLayout(range(TAPS), 1000, None, batches)
         self._known: set[str] = set()
         self._end = self._number = 0
         self.rows: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
@@ -72,18 +72,22 @@ def noted(found: list[Found], taken: dict[Any, list[tuple[int, int]]]) -> None:
 
 @given(st.data())
 def test_everyone_gets_its_rows_once(data: st.DataObject) -> None:
-    steps, chain = Steps(), None
+    # The requests of all batches, or those of two that alternate.
+    batches = data.draw(st.sampled_from([("abcde",), ("abc", "de")]))
+    steps, chain = Steps(len(batches)), None
     taken: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    positions: dict[str, int] = {}
-    for _ in range(data.draw(st.integers(1, 20))):
-        here = data.draw(st.lists(st.sampled_from("abcde"), min_size=1, unique=True))
+    of_batch: list[dict[str, int]] = [{} for _ in batches]
+    for number in range(data.draw(st.integers(1, 20))):
+        batch = number % len(batches)
+        names, positions = batches[batch], of_batch[batch]
+        here = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
         if positions and data.draw(st.integers(0, 2)):
             here = list(positions)  # Usually, all requests continue.
         positions = {name: positions.get(name, 0) for name in here}
         if data.draw(st.integers(0, 9)) == 0:
             positions[here[0]] = 0
         step = steps.step(positions)
-        positions = {name: position + 1 for name, position in positions.items()}
+        of_batch[batch] = {name: at + 1 for name, at in positions.items()}
         if chain is not None and chain.follows(step):
             noted(chain.add(step), taken)
         else:

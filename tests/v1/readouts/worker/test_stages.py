@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What earlier stages send arrives at the last one as it was."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from vllm.v1.readouts.worker.stages import (
     SEND,
     ReceivedStageMessage,
     StageMessage,
-    followed,
     joined_jobs,
+    make_joined_set,
 )
 from vllm.v1.residual.readout_plan import Readout
 
@@ -56,9 +57,35 @@ def test_rows_of_all_stages_are_those_of_one_job_in_the_order_of_its_taps() -> N
     (only,) = made.entries
     # At position 8: 5 moved on by 3, and 7 by the 1 that is added to all jobs later.
     assert (only.start, only.first, only.readout, only.num_rows) == (7, 0, WHOLE, 6)
-    other = Job(KEY, [entry("b", WHOLE, 1)])
-    both, rows = followed((made, rows), (other, torch.ones(6, 1)))
-    assert [one.first for one in both.entries] == [0, 6] and len(rows) == 12
+
+
+def test_a_joined_set_serves_the_steps_of_its_batch() -> None:
+    own = Job(KEY, [entry("b", WHOLE, 1)])
+    norm = Job(("norm",), [entry("b", WHOLE, 1)])
+    job_set: Any = SimpleNamespace(jobs=[norm, own, Job(SEND), Job(("step", "n", 1))])
+
+    def places(more: int) -> list[Any]:
+        message = StageMessage()
+        message.add_rows(job(SEND, "a", slice(2), 5), None, 3 + more)
+        message.add_rows(job(SEND, "a", slice(2, 3), 7), None, 1 + more)
+        return message.places
+
+    made = make_joined_set(
+        places(0),
+        {"a": {"all": (WHOLE, KEY)}},
+        job_set,
+        1,
+        {"a": 8, "b": 2},
+        torch.from_numpy,
+    )
+    # One product for the lenses of both requests.
+    (only,) = made.jobs
+    assert [one.first for one in only.job.entries] == [0, 6] and only.own is own
+    assert [one.start for one in only.job.entries] == [7, 1]
+    assert made.fits(places(0), job_set, 1) and made.fits(places(4), job_set, 5)
+    assert not made.fits(places(4), job_set, 1)
+    assert not made.fits(places(0), SimpleNamespace(jobs=[]), 1)  # type: ignore[arg-type]
+    assert not made.fits(places(0)[:1], job_set, 1)
 
 
 def test_a_rank_without_rows_knows_the_jobs() -> None:

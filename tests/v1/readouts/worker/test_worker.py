@@ -148,7 +148,10 @@ def configuration(stages: int) -> Any:
     )
     parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=stages)
     return SimpleNamespace(
-        model_config=model, parallel_config=parallel, lora_config=None
+        model_config=model,
+        parallel_config=parallel,
+        lora_config=None,
+        max_concurrent_batches=stages,
     )
 
 

@@ -134,7 +134,10 @@ class WorkerCapture:
             self._columns[tap]: size
             for tap, size in other_widths(shapes, taps, width).items()
         }
-        self._placement = StepLayout(list(self.addresses.values()), step_rows, widths)
+        batches = vllm_config.max_concurrent_batches if stage.pipeline_size > 1 else 1
+        self._placement = StepLayout(
+            list(self.addresses.values()), step_rows, widths, batches
+        )
         if widths and encoder is not None:
             raise ValueError(
                 f"hook_points={config.optional_points}: a consumer encodes rows on the "

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's final norm and unembedding, applied to rows of any layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.readouts.worker.agreement import failing_together
 from vllm.v1.readouts.worker.kinds import Arrays
+from vllm.v1.readouts.worker.top_tokens import MOST, top_tokens
 
 NORMS = (
     "norm",
@@ -81,8 +86,9 @@ class Head:
         model: nn.Module,
         last_layer: nn.Module | None,
         vocab_size: int,
-        device_type: str,
+        rows: torch.Tensor,
         has_adapters: bool = False,
+        shared: bool = False,
     ) -> None:
         """Find the final norm.
 
@@ -91,14 +97,15 @@ class Head:
             last_layer: a module of the last decoder block; None if that block is in
                 another process.
             vocab_size: of the model, over all ranks.
-            device_type: of the model's device, such as `cuda`.
+            rows: `[0, hidden_size]`, of the dtype and on the device of the stream.
             has_adapters: whether the engine may load LoRA adapters.
+            shared: whether several tensor-parallel ranks have the head.
 
         """
         self.has_adapters = has_adapters
         # Equal on all ranks, which must call `compute_logits` equally often.
-        held = CPU_LOGIT_BYTES if device_type == "cpu" else LOGIT_BYTES
-        self._rows_at_once = max(held // (4 * vocab_size), 1)
+        held = LOGIT_BYTES if rows.is_cuda else CPU_LOGIT_BYTES
+        self.rows_at_once = max(held // (4 * vocab_size), 1)
         self.refusal = ""
         """Why a lens is not possible; empty if it is."""
         self.keeps_logits = True
@@ -106,9 +113,17 @@ class Head:
         self._model: Any = model
         self.norm: Any = None
         self.divisor = 1.0
+        self._received: torch.Tensor | None = None
+        """With several ranks: memory for rows of rank 0, which cannot be missing then.
+        """
         if last_layer is None:
             self.refusal = ELSEWHERE
             return
+        if shared:
+            self._received = rows.new_empty(self.rows_at_once, rows.shape[1])
+        self._processors: list[Any] = [
+            one for one in model.modules() if isinstance(one, LogitsProcessor)
+        ]
         owner = _owner(model, last_layer)
         norms = [] if owner is None else _norms(owner)
         if not callable(getattr(model, "compute_logits", None)):
@@ -121,6 +136,8 @@ class Head:
         elif getattr(owner, "project_out", None) is not None:
             self.refusal = "the rows are projected to another width before the head"
         else:
+            if rows.is_cuda:  # The kernel is compiled now, not in a step.
+                top_values(rows.new_zeros(1, vocab_size), 1, ())
             self.norm = norms[0][1]
             for module in model.modules():  # MiniCPM divides before its head.
                 self.divisor = float(getattr(module, "scale_width", self.divisor))
@@ -131,6 +148,7 @@ class Head:
         top_k: int,
         tokens: tuple[int, ...],
         adapters: Sequence[int] | None = None,
+        error: Exception | None = None,
     ) -> Arrays:
         """The `top_k` likeliest tokens of each row, and log-probabilities of `tokens`.
 
@@ -142,6 +160,7 @@ class Head:
             top_k: number of tokens.
             tokens: ids below the vocabulary's size.
             adapters: the number of each row's adapter; None if there are none.
+            error: as of `shared_logits`.
 
         Returns:
             `token_ids` int32 and `logprobs` float32 `[R, top_k]` if `top_k`, and
@@ -149,17 +168,79 @@ class Head:
             a rank that keeps no logits.
 
         """
-        wanted = torch.tensor(tokens, device=rows.device) if tokens else None
         parts = []
-        for start in range(0, len(rows), self._rows_at_once):
-            span = slice(start, start + self._rows_at_once)
-            found = self.logits(rows[span], adapters and adapters[span])
-            if found is not None and self.keeps_logits:
-                parts.append(_whole_values(found, top_k, wanted))
+        for start in range(0, len(rows), self.rows_at_once):
+            span = slice(start, start + self.rows_at_once)
+            found = self.shared_logits(rows[span], adapters and adapters[span], error)
+            if found is None or not self.keeps_logits:
+                continue
+            try:
+                parts.append(top_values(found, top_k, tokens))
+            except Exception as raised:  # The other ranks would wait with further rows.
+                error = raised
+        if error is not None:
+            raise error
         if len(parts) == 1:
             return parts[0]
         names = parts[0] if parts else ()
         return {name: torch.cat([part[name] for part in parts]) for name in names}
+
+    def shared_logits(
+        self,
+        rows: torch.Tensor,
+        adapters: Sequence[int] | None = None,
+        error: Exception | None = None,
+    ) -> torch.Tensor | None:
+        """As `logits`, of rows that under tensor parallelism only rank 0 has.
+
+        If a rank fails before the logits are gathered, all do.
+
+        Args:
+            rows: `[n, hidden_size]`, `n` at most `rows_at_once`; only the number counts
+                on ranks that have none.
+            adapters: as of `logits`.
+            error: why this rank has no rows, to be raised.
+
+        """
+        if self._received is None:
+            if error is not None:
+                raise error
+            return self.logits(rows, adapters)
+        sent = self._received[: len(rows)]
+        if self.keeps_logits and error is None:
+            sent = rows
+        _broadcast(sent)
+        with failing_together() as agree, self._before_gathering(agree):
+            if error is not None:
+                raise error
+            return self.logits(sent, adapters)
+
+    def no_rows(self, count: int) -> torch.Tensor:
+        """What stands for rows that this rank does not have, without memory."""
+        assert self._received is not None, (
+            "rows are missing though only one rank has them"
+        )
+        return self._received[:1].expand(count, -1)
+
+    @contextmanager
+    def _before_gathering(self, called: Callable[[], None]) -> Iterator[None]:
+        """Let the model's head call this before it gathers the logits of all ranks."""
+        for one in self._processors:
+            gather = one._gather_logits
+
+            def gathers(
+                logits: torch.Tensor,
+                gather: Callable[[torch.Tensor], torch.Tensor] = gather,
+            ) -> torch.Tensor:
+                called()
+                return gather(logits)
+
+            one._gather_logits = gathers
+        try:
+            yield
+        finally:
+            for one in self._processors:
+                del one._gather_logits  # The class has the method.
 
     def normed(self, rows: torch.Tensor) -> torch.Tensor:
         """What the final norm makes of rows `[n, hidden_size]`."""
@@ -284,17 +365,42 @@ def _norms(owner: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _whole_values(
-    logits: torch.Tensor, top_k: int, tokens: torch.Tensor | None
-) -> Arrays:
+def _broadcast(rows: torch.Tensor) -> None:
+    """Send rank 0's rows to the other tensor-parallel ranks.
+
+    On the stream and with the communicator of the pass, where `GroupCoordinator` has
+    others.
+    """
+    group: Any = get_tp_group()
+    communicator = group.device_communicator
+    nccl = getattr(communicator, "pynccl_comm", None)
+    usable = communicator is not None and not getattr(nccl, "disabled", False)
+    (communicator if usable else group).broadcast(rows, src=0)
+
+
+@lru_cache(maxsize=64)
+def _ids(tokens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(tokens, device=device)
+
+
+def top_values(logits: torch.Tensor, top_k: int, tokens: tuple[int, ...]) -> Arrays:
     """As `Head.lens_values`, of logits `[R, vocab_size]`."""
-    logs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    wanted = _ids(tokens, logits.device) if tokens else None
     found: Arrays = {}
+    if logits.is_cuda and top_k <= MOST:
+        ids, values, asked = top_tokens(logits, top_k, wanted)
+    else:
+        logs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        ids = values = asked = logs[:, :0]
+        if top_k:
+            values, ids = largest(logs, top_k)
+            ids = ids.to(torch.int32)
+        if wanted is not None:
+            asked = logs[:, wanted]
     if top_k:
-        values, indices = largest(logs, top_k)
-        found |= {"token_ids": indices.to(torch.int32), "logprobs": values}
-    if tokens is not None:
-        found["token_logprobs"] = logs[:, tokens]
+        found |= {"token_ids": ids, "logprobs": values}
+    if tokens:
+        found["token_logprobs"] = asked
     return found
 
 

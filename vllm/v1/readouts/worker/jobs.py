@@ -170,11 +170,11 @@ def make_job_set(
     known = starts()
     first = {req_id: known[req_id] for req_id in staged}
     made = list(jobs.values())
-    table = _token_table(made, first, (layout.number, shift))
+    table = token_table(made, first, (layout.number, shift))
     return JobSet(layout, shift, shift + until, made, first, table)
 
 
-def _token_table(
+def token_table(
     jobs: Sequence[Job], starts: Mapping[str, int], number: tuple[int, int]
 ) -> TokenTable | None:
     """Where the jobs' results are; None unless all are of their requests' first token.

@@ -2,14 +2,14 @@
 """The operation of each job, on its rows."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.worker.attribution import Attribution, Directions
 from vllm.v1.readouts.worker.custom import CustomReadouts
-from vllm.v1.readouts.worker.head import Head
+from vllm.v1.readouts.worker.head import Head, top_values
 from vllm.v1.readouts.worker.jobs import Job, ReadingRequest
 from vllm.v1.readouts.worker.kinds import (
     Arrays,
@@ -25,6 +25,12 @@ from vllm.v1.residual.sae import SparseAutoencoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+class Logits(NamedTuple):
+    """What ranks have computed together of a lens, of which little is kept."""
+
+    values: torch.Tensor  # [R, vocabulary]
 
 
 class Operations:
@@ -54,7 +60,41 @@ class Operations:
         self._device = device
         self._custom = CustomReadouts(vllm_config)
 
-    def compute(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
+    def lens_of_ranks(self, job: Job, rows: torch.Tensor | str) -> Logits | Arrays:
+        """What tensor-parallel ranks compute together of a lens. A collective.
+
+        Args:
+            job: of the lens; one that no rank refuses.
+            rows: `[R, hidden_size]`, or the text of the error why rank 0 has none;
+                only the number counts on other ranks.
+
+        Returns:
+            The logits, or the result itself if they are too many to be kept.
+
+        Raises:
+            Exception: a rank has failed.
+
+        """
+        _, top_k, tokens, translator = job.key
+        error: Exception | None = None
+        count = sum(one.num_rows for one in job.entries)
+        own = self._head.no_rows(count)
+        adapters = self._adapters(job) if self._head.has_adapters else None
+        if isinstance(rows, str):
+            error = RuntimeError(rows)
+        elif self._head.keeps_logits:
+            try:
+                own = rows if translator is None else translated(job, rows, translator)
+            except Exception as raised:
+                error = raised
+        if count > self._head.rows_at_once:
+            return self._head.lens_values(own, top_k, tokens, adapters, error)
+        found = self._head.shared_logits(own, adapters, error)
+        return {} if found is None else Logits(found)
+
+    def compute(
+        self, job: Job, rows: torch.Tensor | Logits, result: JobResult
+    ) -> Arrays:
         """The arrays of a job's result.
 
         Args:
@@ -63,6 +103,9 @@ class Operations:
             result: gets the errors of entries.
 
         """
+        if isinstance(rows, Logits):
+            _, top_k, tokens, _ = job.key
+            return top_values(rows.values, top_k, tokens)
         match job.key:
             case ("probe", ProbeModule() as module):
                 return probe_values(module, rows)

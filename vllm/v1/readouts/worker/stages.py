@@ -5,15 +5,24 @@ They travel with the hidden states of their step, as further intermediate tensor
 that the last stage has them when it returns the step's output.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from itertools import count as counted
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.readouts.worker.jobs import Entry, Job, JobKey, no_rows
+from vllm.v1.readouts.token_steps import TokenTable
+from vllm.v1.readouts.worker.jobs import (
+    Entry,
+    Job,
+    JobKey,
+    JobSet,
+    no_rows,
+    token_table,
+)
 from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.pending import JobResult
 from vllm.v1.residual.readout_plan import Kind, Readout
@@ -32,11 +41,20 @@ these only rank 0 has all.
 SEND: JobKey = ("send",)
 """The job whose rows are sent to the last stage, or are the last stage's own."""
 
+NUMBERS = counted()
+"""Of tables of joined sets."""
+
 ALIGNMENT = 16
 """Bytes at whose multiples arrays start in the tensor of results."""
 
 Place: TypeAlias = tuple[str, str, int, int, tuple[Tap, ...]]
 """`(request, readout, position, tokens, taps)` of consecutive rows `[tokens, taps]`."""
+
+Places: TypeAlias = tuple[int, list[Place]]
+"""Places of a stage, with a shift that is added to their positions.
+
+The places are equal in consecutive steps of one batch.
+"""
 
 Joined: TypeAlias = Mapping[str, tuple[Readout, JobKey]]
 """Readouts of a request that read sent rows, with the keys of their jobs, by name."""
@@ -87,7 +105,7 @@ class _Result(msgspec.Struct, array_like=True):
 
 
 class _Header(msgspec.Struct, array_like=True):
-    places: list[Place]
+    places: list[Places]
     results: list[_Result]
 
 
@@ -95,7 +113,7 @@ class _Header(msgspec.Struct, array_like=True):
 class StageMessage:
     """What the last stage gets of a step's earlier stages."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[Places] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)
     """`[rows, hidden_size]` each, in the order of `places`; empty except on rank 0."""
     results: list[JobResult] = field(default_factory=list)
@@ -106,10 +124,11 @@ class StageMessage:
 
     def add_rows(self, job: Job, rows: torch.Tensor | None, further: int) -> None:
         """Add the rows of a job; `further` is added to its entries' positions."""
-        for entry in job.entries:
-            one = entry.readout
-            start = entry.start + further
-            self.places.append((entry.req_id, one.name, start, entry.count, one.taps))
+        own = [
+            (one.req_id, one.readout.name, one.start, one.count, one.readout.taps)
+            for one in job.entries
+        ]
+        self.places.append((further, own))
         if rows is not None:
             self.rows.append(rows)
 
@@ -200,8 +219,114 @@ def _sent(entry: Entry, shift: int) -> _Entry:
     )
 
 
+class JoinedJob(NamedTuple):
+    """A job of readouts that read sent rows."""
+
+    job: Job
+    index: torch.Tensor
+    """`[rows]`: the rows among those sent."""
+    own: Job | None
+    """A lens of rows that were not sent, which follows: one product serves both."""
+
+
+@dataclass(slots=True)
+class JoinedSet:
+    """The jobs of sent rows, in consecutive steps of a batch."""
+
+    places: list[list[Place]]
+    shifts: list[int]
+    """Of the places, less what is added to the positions of the jobs' entries."""
+    job_set: JobSet | None
+    """The last stage's own jobs."""
+    jobs: list[JoinedJob]
+    table: TokenTable | None
+    """As of `JobSet`; of all jobs."""
+    num_rows: int
+    """How many rows are sent."""
+
+    def rows(
+        self,
+        sent: Sequence[torch.Tensor],
+        index: torch.Tensor,
+        followed: Sequence[torch.Tensor | Any],
+    ) -> torch.Tensor:
+        """The rows of a job.
+
+        Args:
+            sent: all rows, in the order of the places.
+            index: of the job's rows among them.
+            followed: the rows that the last stage has itself, if there are any.
+
+        Raises:
+            RuntimeError: rows are missing, because a stage has failed.
+
+        """
+        missing = sum(len(one) for one in sent) != self.num_rows
+        if missing or any(isinstance(one, str) for one in followed):
+            raise RuntimeError("a pipeline stage failed to send rows; its log says why")
+        rows = (sent[0] if len(sent) == 1 else torch.cat(list(sent))).index_select(
+            0, index
+        )
+        return torch.cat((rows, *followed)) if followed else rows
+
+    def fits(
+        self, places: Sequence[Places], job_set: JobSet | None, further: int
+    ) -> bool:
+        """Whether the set applies to a step."""
+        return (
+            self.job_set is job_set
+            and self.shifts == [shift - further for shift, _ in places]
+            and self.places == [own for _, own in places]
+        )
+
+
+def make_joined_set(
+    places: Sequence[Places],
+    joined: Mapping[str, Joined],
+    job_set: JobSet | None,
+    further: int,
+    starts: Mapping[str, int],
+    to_device: Callable[[Indices], torch.Tensor],
+) -> JoinedSet:
+    """Build the joined set of a step.
+
+    Args:
+        places: of all sent rows.
+        joined: the readouts, by request.
+        job_set: the last stage's own jobs.
+        further: is added to the positions of all jobs' entries.
+        starts: position of each request's first token in the step, by id.
+        to_device: copies an index array to the device.
+
+    """
+    rest = [
+        job
+        for job in (() if job_set is None else job_set.jobs)
+        if job.key[0] not in (*SEND, "step")
+    ]
+    jobs = []
+    for job, index in joined_jobs(places, joined, further):
+        own = next((one for one in rest if _is_followed(job, one)), None)
+        if own is not None:
+            moved = [replace(e, first=e.first + len(index)) for e in own.entries]
+            job = Job(job.key, [*job.entries, *moved])
+            rest = [one for one in rest if one is not own]
+        jobs.append(JoinedJob(job, to_device(index), own))
+    first = {req_id: start - further for req_id, start in starts.items()}
+    every = [*rest, *(one.job for one in jobs)]
+    table = token_table(every, first, (-1, next(NUMBERS)))
+    shifts = [shift - further for shift, _ in places]
+    own_places = [own for _, own in places]
+    count = sum(one[3] * len(one[4]) for own in own_places for one in own)
+    return JoinedSet(own_places, shifts, job_set, jobs, table, count)
+
+
+def _is_followed(job: Job, own: Job) -> bool:
+    return job.key[0] == "lens" and own.key == job.key
+
+
 def joined_jobs(
-    places: Sequence[Place], joined: Mapping[str, Joined], further: int
+    places: Sequence[Places], joined: Mapping[str, Joined], further: int
 ) -> list[tuple[Job, Indices]]:
     """The jobs of readouts that read sent rows.
 
@@ -217,10 +342,12 @@ def joined_jobs(
     """
     columns: dict[tuple[str, str, int, int], dict[Tap, Indices]] = {}
     first = 0
-    for req_id, name, start, count, taps in places:
-        rows = first + np.arange(count * len(taps)).reshape(count, len(taps))
-        columns.setdefault((req_id, name, start, count), {}).update(zip(taps, rows.T))
-        first += rows.size
+    for shift, own in places:
+        for req_id, name, start, count, taps in own:
+            rows = first + np.arange(count * len(taps)).reshape(count, len(taps))
+            tokens = req_id, name, start + shift, count
+            columns.setdefault(tokens, {}).update(zip(taps, rows.T))
+            first += rows.size
     jobs: dict[JobKey, Job] = {}
     indices: dict[JobKey, list[Indices]] = {}
     for (req_id, name, start, count), by_tap in columns.items():
@@ -235,15 +362,3 @@ def joined_jobs(
         )
         found.append(rows.reshape(-1))
     return [(job, np.concatenate(indices[key])) for key, job in jobs.items()]
-
-
-def followed(
-    before: tuple[Job, torch.Tensor], *after: tuple[Job, Any]
-) -> tuple[Job, torch.Tensor]:
-    """One job of the same operation on the rows of several."""
-    job, rows = before
-    for own, further in after:
-        moved = [replace(one, first=one.first + len(rows)) for one in own.entries]
-        job = Job(job.key, [*job.entries, *moved])
-        rows = torch.cat((rows, further))
-    return job, rows

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the readouts of a step from its staged rows in a worker process."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
@@ -36,16 +37,16 @@ from vllm.v1.readouts.worker.jobs import (
 from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, part_of, reduce_rows
 from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.modules import WorkerModules
-from vllm.v1.readouts.worker.operations import Operations
+from vllm.v1.readouts.worker.operations import Logits, Operations
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
 from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.readouts.worker.stages import (
     SEND,
     Joined,
+    JoinedSet,
     ReceivedStageMessage,
     StageMessage,
-    followed,
-    joined_jobs,
+    make_joined_set,
 )
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import Readout, ReadoutCounters, ReadoutPlan
@@ -65,17 +66,17 @@ SHARED = ("lens", "attention")
 
 RowsOfJob: TypeAlias = tuple[Job, torch.Tensor | None]
 """A job with its rows `[R, hidden_size]`; None on ranks that have no rows."""
-Work: TypeAlias = tuple[Job, torch.Tensor | Arrays | str]
-"""A job with its rows `[R, hidden_size]`, or its result if it reduces rows; or the
-text of an error."""
+Work: TypeAlias = tuple[Job, torch.Tensor | Logits | Arrays | str]
+"""A job with its rows `[R, hidden_size]`, or what was computed of them in line: the
+logits of a lens, or the result; or the text of an error."""
 
 
 class WorkerReadouts:
     """Computes readouts on the device. Engine thread only.
 
     Rows are copied out of staging memory on the stream of the forward pass, so that the
-    next step can reuse the memory. Without tensor parallelism the computation itself
-    runs on a side stream.
+    next step can reuse the memory. The computation itself runs on a side stream, except
+    what tensor-parallel ranks compute together.
     """
 
     def __init__(
@@ -105,11 +106,13 @@ class WorkerReadouts:
         self.modules = modules
         vocab_size = vllm_config.model_config.get_vocab_size()
         adapts = vllm_config.lora_config is not None
-        self.head = Head(model, last_layer, vocab_size, device.type, adapts)
         self._device = device
         self._width = vllm_config.model_config.get_hidden_size()
-        self.patterns = AttentionPatterns(attention, self._width, device)
+        dtype = torch_dtype(vllm_config.model_config)
         self._shared = parallel.tensor_parallel_size > 1
+        rows = torch.empty(0, self._width, dtype=dtype, device=device)
+        self.head = Head(model, last_layer, vocab_size, rows, adapts, self._shared)
+        self.patterns = AttentionPatterns(attention, self._width, device)
         self._has_rows = get_tensor_model_parallel_rank() == 0
         self.head.keeps_logits = self._has_rows
         self._stages = Stages.of(vllm_config, get_pp_group().rank_in_group)
@@ -121,18 +124,21 @@ class WorkerReadouts:
         self._outgoing = StageMessage()
         self._sent: dict[str, Any] = {}
         self._requests: dict[str, ReadingRequest] = {}
-        dtype = torch_dtype(vllm_config.model_config)
         self._heads = heads
         self._attribution = Attribution(self.head, model, self._width, dtype, heads)
         self._operations = Operations(
             vllm_config, self.head, self._attribution, self._requests, device
         )
+        # Batches of pipeline stages alternate.
+        most = vllm_config.max_concurrent_batches if len(self._stages.starts) > 1 else 1
+        self._job_sets: deque[JobSet] = deque(maxlen=most)
+        self._joined_sets: deque[JoinedSet] = deque(maxlen=most)
         self._job_set: JobSet | None = None
+        """Of the current step."""
         self._pending: PendingReadouts | None = None
         self._beside: torch.cuda.Stream | None = None
-        # Collectives on two streams could run in different orders on different ranks; a
-        # later step may load other adapters while a lens uses them.
-        if device.type == "cuda" and not self._shared and not adapts:
+        # A later step may load other adapters while a lens uses them.
+        if device.type == "cuda" and self._has_rows and not adapts:
             self._beside = torch.cuda.Stream(device)
         self.on_rows: Callable[[Sequence[RowsOfJob], int], None] | None = None
         """Takes the rows of consumers that run within the step, on every rank of the
@@ -211,6 +217,7 @@ class WorkerReadouts:
         self._requests.pop(req_id, None)
         self._joined.pop(req_id, None)
         self._split.pop(req_id, None)
+        self._joined_sets.clear()
 
     def receive(self, tensors: dict[str, Any]) -> None:
         """Take what earlier stages add to a step's intermediate tensors."""
@@ -287,7 +294,9 @@ class WorkerReadouts:
 
     def fail(self, view: StepView, error: Exception) -> None:
         """Let an error be the result of a step's readouts."""
-        self._job_set, self._outgoing = None, StageMessage()
+        self._job_sets.clear()
+        self._joined_sets.clear()
+        self._outgoing = StageMessage()
         starts = _starts(view)
         entries = [
             Entry(req_id, readout, starts[req_id], count, 0, no_rows(count, 1))
@@ -311,17 +320,17 @@ class WorkerReadouts:
     ) -> None:
         received, self._received = self._received, None
         message = StageMessage() if received is None else received.opened()
-        job_set, further = None, 0
+        self._job_set, further = None, 0
         if placed is not None and self._requests:
-            job_set = self._job_set_of(placed, view)
-            further = placed.shift - job_set.shift
+            self._job_set = self._job_set_of(placed, view)
+            further = placed.shift - self._job_set.shift
+        job_set = self._job_set
         jobs = [] if job_set is None else job_set.jobs
         self._call_step_consumers(jobs, staging, first_row, further)
         work: list[Work] = []
         for job in jobs:
             if job.key == SEND:
-                rows = self._rows(job, staging, first_row) if self._has_rows else None
-                message.add_rows(job, rows, further)
+                message.add_rows(job, self._sent_rows(job, staging, first_row), further)
             elif job.key[0] != "step" and (self._has_rows or job.key[0] in SHARED):
                 work.append((job, self._tried(job, staging, first_row, further)))
         if not self._stages.is_last:
@@ -330,21 +339,45 @@ class WorkerReadouts:
                 one.arrays = {k: v.to(self._device) for k, v in one.arrays.items()}
             self._outgoing = message
         elif message:
-            work = self._with_joined(work, message, staging, further)
+            if job_set is None and message.places:
+                further = message.places[0][0]
+            joined = self._joined_set_of(message, view, further)
+            work = self._with_joined(work, message, joined)
             starts = {req: at - further for req, at in _starts(view).items()}
-            self._compute(work, message, further, starts)
+            table = None if message.results else joined.table
+            self._compute(work, message, further, starts, table)
         elif work:
             assert job_set is not None, "only a job set has jobs"
             self._compute(work, message, further, job_set.starts, job_set.table)
 
     def _job_set_of(self, placed: PlacedStep, view: StepView) -> JobSet:
-        """The job set of a step, which may be that of the step before."""
-        job_set = self._job_set
-        if job_set is None or not job_set.fits(placed):
-            job_set = self._job_set = make_job_set(
-                placed, self._requests, lambda: _starts(view), self._to_device
-            )
-        return job_set
+        """The job set of a step, which may be that of the batch's step before."""
+        for one in self._job_sets:
+            if one.fits(placed):
+                return one
+        made = make_job_set(
+            placed, self._requests, lambda: _starts(view), self._to_device
+        )
+        self._job_sets.append(made)
+        return made
+
+    def _joined_set_of(
+        self, message: StageMessage, view: StepView, further: int
+    ) -> JoinedSet:
+        """The joined set of a step, which may be that of the batch's step before."""
+        for one in self._joined_sets:
+            if one.fits(message.places, self._job_set, further):
+                return one
+        made = make_joined_set(
+            message.places,
+            self._joined,
+            self._job_set,
+            further,
+            _starts(view),
+            self._to_device,
+        )
+        self._joined_sets.append(made)
+        return made
 
     def _call_step_consumers(
         self, jobs: Sequence[Job], staging: torch.Tensor, first_row: int, further: int
@@ -359,27 +392,23 @@ class WorkerReadouts:
         self,
         work: Sequence[Work],
         message: StageMessage,
-        staging: torch.Tensor,
-        further: int,
+        joined: JoinedSet,
     ) -> list[Work]:
-        """The jobs of a step, with those of rows that stages have sent.
-
-        Lenses of equal keys become one job, with one product with the unembedding.
-        """
-        found = list(work)
-        sent = torch.cat(message.rows) if message.rows else staging[:0]
-        for job, index in joined_jobs(message.places, self._joined, further):
-            is_lens = job.key[0] == "lens"
+        """The jobs of a step, with those of rows that stages have sent."""
+        further: list[Work] = []
+        for job, index, own in joined.jobs:
+            followed = [rows for one, rows in work if one is own]
+            work = [one for one in work if one[0] is not own]
             if self._has_rows:
-                rows = sent.index_select(0, self._to_device(index))
-            elif is_lens:
-                rows = staging.new_empty(len(index), self._width)
-            else:
-                continue
-            same = [one for one in found if is_lens and one[0].key == job.key]
-            found = [one for one in found if not is_lens or one[0].key != job.key]
-            found.append(followed((job, rows), *same))
-        return found
+                try:
+                    rows = joined.rows(message.rows, index, followed)
+                    further.append((job, rows))
+                except Exception as error:
+                    further.append((job, _problem(job, error)))
+            elif job.key[0] == "lens":
+                count = sum(entry.num_rows for entry in job.entries)
+                further.append((job, self.head.no_rows(count)))
+        return [*work, *further]
 
     def _compute(
         self,
@@ -400,6 +429,11 @@ class WorkerReadouts:
             table: where the results are if each readout has one token.
 
         """
+        if self._shared:
+            # In line: on two streams collectives could have another order on each rank.
+            work = [(job, self._of_ranks(job, rows)) for job, rows in work]
+        if not self._has_rows:
+            return
         done = None
         stream: AbstractContextManager[object] = nullcontext()
         if self._beside is not None:
@@ -410,8 +444,6 @@ class WorkerReadouts:
         if self._device.type == "cuda":
             done = torch.cuda.Event(blocking=True)
             done.record(self._beside or torch.cuda.current_stream())
-        if not self._has_rows:
-            return
         kept = [*work, *message.results]
         self._pending = PendingReadouts(
             results, starts, further, done, kept, dict(self._split), table
@@ -446,8 +478,10 @@ class WorkerReadouts:
             with failing_together() if together else nullcontext():
                 if self._has_rows:
                     rows = self._rows(job, staging, first_row)
-                else:  # Rank 0 sends them.
+                elif is_pattern:  # Rank 0 sends them.
                     rows = staging.new_empty(len(job.index), self._width)
+                else:
+                    rows = self.head.no_rows(len(job.index))
             if not is_pattern:
                 return rows
             assert self._job_set is not None, "only a job set has jobs"
@@ -463,10 +497,34 @@ class WorkerReadouts:
             self._requests[entry.req_id].reduced[entry.readout.name] = until
         return found
 
+    def _sent_rows(
+        self, job: Job, staging: torch.Tensor, first_row: int
+    ) -> torch.Tensor | None:
+        """The rows of a job that are sent on; None if this rank has none, or fails."""
+        try:
+            return self._rows(job, staging, first_row) if self._has_rows else None
+        except (
+            Exception
+        ):  # The last stage, whose ranks wait for each other, will notice.
+            logger.exception("Rows for the last pipeline stage could not be copied")
+            return None
+
     def _rows(self, job: Job, staging: torch.Tensor, first_row: int) -> torch.Tensor:
         """A job's rows `[R, hidden_size]`, or what it reads of each."""
         rows = staging[first_row:].index_select(0, job.index)
         return part_of(rows, job.part)
+
+    def _of_ranks(
+        self, job: Job, rows: torch.Tensor | Logits | Arrays | str
+    ) -> torch.Tensor | Logits | Arrays | str:
+        """What tensor-parallel ranks compute together of a job."""
+        if job.key[0] != "lens" or self.head.refusal:
+            return rows
+        assert isinstance(rows, torch.Tensor | str), "a lens has been computed before"
+        try:
+            return self._operations.lens_of_ranks(job, rows)
+        except Exception as error:
+            return rows if isinstance(rows, str) else _problem(job, error)
 
     def _results(self, work: Sequence[Work], further: int) -> list[JobResult]:
         """The results of jobs, with arrays that may be on any device."""
@@ -474,15 +532,14 @@ class WorkerReadouts:
         for job, rows in work:
             began = perf_counter()
             result = JobResult(job.entries, further, {})
-            if isinstance(rows, torch.Tensor):
-                if self._shared and job.key[0] == "lens":
-                    rows = get_tp_group().broadcast(rows, src=0)
+            if isinstance(rows, torch.Tensor | Logits):
                 try:
                     result.arrays = self._operations.compute(job, rows, result)
                 except Exception as error:
                     rows = _problem(job, error)
                 else:
-                    self._count(job, len(rows), began)
+                    count = sum(entry.num_rows for entry in job.entries)
+                    self._count(job, count, began)
             elif isinstance(rows, dict):
                 result.arrays = rows
             if isinstance(rows, str):
