@@ -86,6 +86,10 @@ def test_a_joined_set_serves_the_steps_of_its_batch() -> None:
     assert not made.fits(places(4), job_set, 1)
     assert not made.fits(places(0), SimpleNamespace(jobs=[]), 1)  # type: ignore[arg-type]
     assert not made.fits(places(0)[:1], job_set, 1)
+    early, late, here = torch.zeros(4, 1), torch.ones(2, 1), torch.ones(6, 1)
+    assert len(made.rows([early, late], only.where, [here])) == 12
+    with pytest.raises(RuntimeError, match="failed to send"):
+        made.rows([late], only.where, [here])
 
 
 def test_a_rank_without_rows_knows_the_jobs() -> None:

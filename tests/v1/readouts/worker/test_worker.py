@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline stages in one process give the results of one stage."""
 
+import sys
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +41,15 @@ STEPS: list[dict[str, tuple[int, int]]] = [
     {"a": (0, 9), "b": (8, 1), "c": (0, 5)},
     {"a": (9, 1), "b": (9, 1), "c": (5, 1)},
     {"a": (10, 1), "b": (10, 1), "c": (6, 1)},
+    # Two batches that alternate, and one again.
+    {"a": (11, 1)},
+    {"b": (11, 1), "c": (7, 1)},
+    {"a": (12, 1)},
+    {"b": (12, 1), "c": (8, 1)},
+    {"a": (13, 1)},
+    {"b": (13, 1), "c": (9, 1)},
+    {"a": (14, 1), "b": (14, 1), "c": (10, 1)},
+    {"a": (15, 1), "b": (15, 1), "c": (11, 1)},
 ]
 """`(first position, tokens)` of each request."""
 
@@ -101,7 +112,7 @@ class Stage:
     def __init__(self, own: int, count: int, patch: Callable[..., None]) -> None:
         self.layers = range(*get_pp_indices(LAYERS, own, count))
         self._columns = {tap: i for i, tap in enumerate(block(*self.layers))}
-        self._layout = StepLayout(list(range(len(self.layers))), SLOTS)
+        self._layout = StepLayout(list(range(len(self.layers))), SLOTS, None, count)
         patch(worker, "get_pp_group", lambda: SimpleNamespace(rank_in_group=own))
         model, config = Model(), configuration(count)
         last = model.layers[-1] if own == count - 1 else None
@@ -232,6 +243,26 @@ def test_stages_give_what_one_gives(
         assert one.arrays and other.arrays.keys() == one.arrays.keys()
         for name, values in one.arrays.items():
             np.testing.assert_allclose(other[name], values, 1e-5, err_msg=str(key))
+
+
+def test_batches_that_alternate_keep_their_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+
+    def making(make: Any, *given: Any) -> Any:
+        made.append(make)
+        return make(*given)
+
+    for name in ("make_job_set", "make_joined_set"):
+        monkeypatch.setattr(worker, name, partial(making, getattr(worker, name)))
+    usual = {"a": (9, 1), "b": (9, 1), "c": (7, 1)}
+    batches = [{"a": (9, 1)}, {"b": (9, 1), "c": (7, 1)}]
+    again = [{r: (at + 1, 1) for r, (at, _) in one.items()} for one in batches]
+    monkeypatch.setattr(sys.modules[__name__], "STEPS", [usual, *batches, *again])
+    read_out(2, monkeypatch, {"lens"})
+    # By the first step, and by the first of each batch, at both stages.
+    assert [made.count(one) for one in dict.fromkeys(made)] == [6, 3]
 
 
 @pytest.mark.parametrize("kind", ["probe", "last", "lens", "norm", "rows"])

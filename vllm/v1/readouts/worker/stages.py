@@ -223,8 +223,8 @@ class JoinedJob(NamedTuple):
     """A job of readouts that read sent rows."""
 
     job: Job
-    index: torch.Tensor
-    """`[rows]`: the rows among those sent."""
+    where: torch.Tensor
+    """`[rows]`: indices of the rows among those sent."""
     own: Job | None
     """A lens of rows that were not sent, which follows: one product serves both."""
 
