@@ -79,11 +79,13 @@ def run(engine: CapturedEngine) -> Run:
 
 @pytest.fixture(scope="module")
 def runs(llama: Path, reference: Reference, open_engine: OpenEngine) -> dict[str, Run]:
-    made = {
-        name: run(open_engine(llama, reference=reference, **options))
-        for name, options in GRAPHS.items()
-    }
     with pytest.MonkeyPatch.context() as patch:
+        # So that graphs of just what steps need, recorded while serving, run too.
+        patch.setattr(residual_graph_choice, "RECORD_AFTER", 4)
+        made = {
+            name: run(open_engine(llama, reference=reference, **options))
+            for name, options in GRAPHS.items()
+        }
         patch.setattr(steer_op, "WIDE", 0)
         made[LATE] = run(open_engine(llama, reference=reference))
     with pytest.MonkeyPatch.context() as patch:

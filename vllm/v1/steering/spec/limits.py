@@ -199,7 +199,7 @@ def check_operations(tiers: SteeringTiers, most: int, parameter: str) -> None:
             at.setdefault(one.tap, []).append(one)
         for (layer, hook), these in at.items():
             placed = [one.positions for one in these if one.positions is not None]
-            count = len(these) - len(placed) + most_at_once(placed)
+            count = len(these) - len(placed) + (most_at_once(placed) if placed else 0)
             if count > most:
                 raise fail(
                     f"{parameter}: {count} operations may act on one token at {hook} "

@@ -281,13 +281,12 @@ def _by_layer(layers: Any, hook: str, model: SteeredModel, at: str) -> Entries:
         )
     entries: Entries = []
     for key, entry in layers.items():
-        for layer in _layers(key, hook, model, at):
-            if isinstance(entry, Mapping) and not is_packed(entry):
-                entries.append((layer, [entry]))
-            elif _is_list_of_entries(entry, f"{at}.{layer}"):
-                entries.append((layer, list(entry)))
-            else:
-                entries.append((layer, [{"vector": entry}]))
+        these: list[Mapping[str, Any]] = [{"vector": entry}]
+        if isinstance(entry, Mapping) and not is_packed(entry):
+            these = [entry]
+        elif _is_list_of_entries(entry, f"{at}.{key}"):
+            these = list(entry)
+        entries += [(layer, these) for layer in _layers(key, hook, model, at)]
     return entries
 
 
