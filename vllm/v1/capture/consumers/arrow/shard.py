@@ -3,14 +3,13 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from vllm.v1.capture.consumers.arrow.params import ArrowParams
 from vllm.v1.capture.consumers.arrow.readouts import (
@@ -20,15 +19,7 @@ from vllm.v1.capture.consumers.arrow.readouts import (
     tokens_of,
     values_by_tap,
 )
-from vllm.v1.capture.consumers.arrow.row_file import MOST_BYTES, RowFile
-from vllm.v1.capture.consumers.arrow.table import (
-    IntColumns,
-    Span,
-    batch_of,
-    batch_of_spans,
-    is_stored_as_captured,
-    schema_of,
-)
+from vllm.v1.capture.consumers.arrow.table import batch_of, schema_of
 from vllm.v1.capture.consumers.storage.codecs import in_batches
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
 from vllm.v1.capture.consumers.storage.shards import Shard
@@ -73,28 +64,14 @@ class TableShard(Shard):
         self._columns = form.columns
         widens = params.bfloat16 == "float32"
         self._schema = schema_of(sidecar, widens, form.columns, form.has_rows)
-        plain = params.format == "ipc" and params.compression == "none"
-        self._takes_rows = plain and form.has_rows and not form.columns
-        if self._takes_rows:
-            kind = self._schema.field("values").type
-            self._takes_rows = is_stored_as_captured(sidecar["dtype"], kind)
-        self._rows: RowFile | None = None
-        """Takes the rows as they are; None if they are encoded."""
         name = f"rows-pp{sidecar['pipeline_parallel_rank']:02d}"
         ending = _ENDINGS[params.format]
         # Random, because independent engines may share a directory.
         self._final = str(workspace.folder(tag) / f"{name}-{uuid4().hex}.{ending}")
         self._path, fd = workspace.create()
-        self._file = self._opened(fd)
+        os.close(fd)
+        self._file = pa.OSFile(self._path, "wb")  # Writes without the GIL.
         self._writer = self._open_writer()
-
-    def _opened(self, fd: int) -> Any:
-        """The file object for Arrow's writer, which owns the descriptor `fd`."""
-        if not self._takes_rows:
-            os.close(fd)
-            return pa.OSFile(self._path, "wb")  # Writes without the GIL.
-        self._rows = RowFile(fd)
-        return pa.PythonFile(self._rows, "w")
 
     def _open_writer(self) -> Any:
         compression = self._params.compression
@@ -129,10 +106,7 @@ class TableShard(Shard):
         The caller holds the lock.
         """
         with self._abandoned_on_failure():
-            if self._rows is None:
-                self._append_keys(request, name, finalizes)
-            else:
-                self._append_rows(self._rows, request, name, finalizes)
+            self._append_keys(request, name, finalizes)
             request.commit()
         self.num_bytes = self._file.tell()
         first, *others = (finalize.key for finalize in finalizes)
@@ -143,19 +117,6 @@ class TableShard(Shard):
                 *(CaptureResult(key, "ok") for key in others),
             ],
         )
-
-    def _append_rows(
-        self,
-        file: RowFile,
-        request: StoredRequest,
-        name: str,
-        finalizes: list[CaptureFinalize],
-    ) -> None:
-        """Write the rows of all keys as they are."""
-        ints = IntColumns()
-        for spans, blocks in _grouped(request, finalizes):
-            buffer = file.placeholder(blocks)
-            self._write(batch_of_spans(name, spans, buffer, self._schema, ints))
 
     def _append_keys(
         self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
@@ -250,25 +211,3 @@ class TableShard(Shard):
         except BaseException:
             self._drop()
             raise
-
-
-def _grouped(
-    request: StoredRequest, finalizes: Sequence[CaptureFinalize]
-) -> Iterator[tuple[list[Span], list[torch.Tensor]]]:
-    """Rows of several keys, about `MOST_BYTES` at a time."""
-    spans: list[Span] = []
-    blocks: list[torch.Tensor] = []
-    size = 0
-    for finalize in finalizes:
-        done = 0
-        for whole in request.blocks(finalize, MOST_BYTES):
-            for block in whole.split(max(MOST_BYTES // whole[:1].nbytes, 1)):
-                if blocks and size + block.nbytes > MOST_BYTES:
-                    yield spans, blocks
-                    spans, blocks, size = [], [], 0
-                spans.append(Span(finalize.sidecar, done, len(block)))
-                blocks.append(block)
-                done += len(block)
-                size += block.nbytes
-    if blocks:
-        yield spans, blocks

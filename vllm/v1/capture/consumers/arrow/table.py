@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -118,79 +118,12 @@ def _values(rows: torch.Tensor, kind: pa.DataType) -> pa.Array:
         data = rows.to(wanted).contiguous().numpy()
     else:
         data = rows.contiguous().view(torch.int16).numpy()
-    return _values_in(pa.py_buffer(data), len(rows), kind)
-
-
-def _values_in(buffer: pa.Buffer, count: int, kind: pa.DataType) -> pa.Array:
-    """The array of `count` values whose bytes are `buffer`."""
+    count, buffer = len(rows), pa.py_buffer(data)
     if not pa.types.is_fixed_size_list(kind):
         return pa.Array.from_buffers(kind, count, [None, buffer])
     length = count * kind.list_size
     flat = pa.Array.from_buffers(kind.value_type, length, [None, buffer])
     return pa.Array.from_buffers(kind, count, [None], children=[flat])
-
-
-def is_stored_as_captured(dtype: str, kind: pa.DataType) -> bool:
-    """Whether values of the type `kind` are the bytes of rows of `dtype`."""
-    return not pa.types.is_fixed_size_list(kind) or (
-        kind.value_type == VALUE_TYPES.get(dtype)
-    )
-
-
-class Span(NamedTuple):
-    """Some consecutive rows of a key."""
-
-    sidecar: dict[str, Any]
-    """Of the key."""
-    first: int
-    """Index of the first row among the key's rows."""
-    num_rows: int
-
-
-class IntColumns:
-    """Converts lists of integers, each once: keys share those of their positions."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, pa.Array]] = {}
-
-    def part(self, values: list[int], span: Span) -> pa.Array:
-        """The entries of a span, as int32."""
-        found = self._made.get(id(values))
-        if found is None:
-            # With the list, so that no other one gets its id.
-            found = self._made[id(values)] = values, pa.array(values, pa.int32())
-        return found[1].slice(span.first, span.num_rows)
-
-
-def batch_of_spans(
-    request_id: str,
-    spans: Sequence[Span],
-    buffer: pa.Buffer,
-    schema: pa.Schema,
-    ints: IntColumns,
-) -> pa.RecordBatch:
-    """A record batch of rows of several keys of one request.
-
-    Args:
-        request_id: the request's name.
-        spans: what the rows are, at least one.
-        buffer: the bytes of the rows, in this order.
-        schema: as returned by `schema_of`, without columns of readouts.
-        ints: of the request.
-
-    """
-    layers = [span.sidecar["layer"] for span in spans]
-    counts = [span.num_rows for span in spans]
-    hooks = [pa.scalar(span.sidecar["hook"], pa.string()) for span in spans]
-    columns = [
-        pa.repeat(pa.scalar(request_id, pa.string()), sum(counts)),
-        pa.array(np.repeat(np.array(layers, np.int32), counts)),
-        pa.concat_arrays(list(map(pa.repeat, hooks, counts))),
-        pa.concat_arrays([ints.part(s.sidecar["positions"], s) for s in spans]),
-        pa.concat_arrays([ints.part(s.sidecar["token_ids"], s) for s in spans]),
-        _values_in(buffer, sum(counts), schema.field("values").type),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def rows_of(table: pa.Table) -> torch.Tensor:
