@@ -144,7 +144,7 @@ class Side:
 def serve(name: str, model: str, folder: Path, pipe: Connection) -> None:
     """What a side's process does."""
     if name != "generate":
-        from vllm.capture_dataset.allocator import keep_freed_memory
+        from vllm.capture_dataset.runners import keep_freed_memory
 
         assert keep_freed_memory(), "this needs glibc"
     run = capturing(model, folder) if name == "capture" else generating(model)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import torch
 
-from vllm.interop.inspect_ai import requests
+from vllm.interop.inspect_ai import responses as requests
 from vllm.interop.inspect_ai.activations import (
     TensorPayload,
     activations_of,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runners of prompts: an engine in this process, servers, or a cluster."""
 
+import ctypes
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
-from vllm.capture_dataset.allocator import keep_freed_memory
 from vllm.capture_dataset.manifest import ShardFile
 from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.sources import digest
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
     from vllm.capture_dataset.plan import Plan
     from vllm.engine.arg_utils import EngineArgs
+
 
 UNBOUNDED = 1 << 62
 CONSUMER = {
@@ -262,3 +263,21 @@ def _facts_of(llm: "LLM") -> ModelFacts:
             int(layer): tuple(points) for layer, points in status["hook_points"].items()
         },
     )
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Parameter numbers from glibc's `malloc.h`."""
+KEPT_BYTES = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Make the C library keep freed memory of any size for later tensors.
+
+    Returns:
+        Whether this is supported: only glibc has the setting.
+
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))

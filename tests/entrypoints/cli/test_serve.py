@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.serve.utils.grpc_refusal import OPTIONS, refuse_grpc
-from vllm.entrypoints.serve.utils.serve_args import complete
+from vllm.entrypoints.serve.utils.serve_args import OPTIONS, complete, refuse_grpc
 
 
 @pytest.mark.parametrize("attribute", OPTIONS)

@@ -52,7 +52,7 @@ def test_weights_differ_by_name_size_and_content(tmp_path: Path) -> None:
 
 WATCHED = """
 import sys, time
-from vllm.v1.worker import node_watch
+from vllm.v1.worker import residual_nodes as node_watch
 
 node_watch.get_ip = lambda: "127.0.0.1"
 rank, path = int(sys.argv[1]), sys.argv[2]

@@ -78,7 +78,7 @@ FEATURES = {
 }
 PLACES: dict[str, tuple[Any, str, str]] = {
     "probe": (operations, "probe_values", "read"),
-    "probes of requests": (operations, "stacked_probe_values", "read"),
+    "probes of requests": (operations, "probe_values", "read"),
     "lens": (Head, "lens_values", "read"),
     "SAE": (operations, "sae_values", "read"),
     "norms": (operations, "norms", "read"),

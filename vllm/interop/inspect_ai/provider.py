@@ -14,8 +14,14 @@ from openai import NotGiven
 from openai.types.chat import ChatCompletion
 
 from vllm.interop.inspect_ai.activations import activations_of, without_rows
-from vllm.interop.inspect_ai.requests import body_of, layers_of, lora_name, shown
-from vllm.interop.inspect_ai.responses import accept_of, document_in
+from vllm.interop.inspect_ai.responses import (
+    accept_of,
+    body_of,
+    document_in,
+    layers_of,
+    lora_name,
+    shown,
+)
 from vllm.interop.vllm_lens import hook_wire
 
 CLIENT_SECONDS = 3600.0

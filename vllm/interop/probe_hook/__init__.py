@@ -4,8 +4,7 @@
 The package `vllm_probe_hook` is installed too, so that scripts run unchanged.
 """
 
-from vllm.interop.probe_hook.async_llm import AsyncLLM
-from vllm.interop.probe_hook.llm import LLM
+from vllm.interop.probe_hook.llm import LLM, AsyncLLM
 from vllm.interop.probe_hook.rows import ProbeOptions
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls methods of the engine core, which is in this process or another."""
+"""Calls methods of the engine core, which is in this process or another; its end.
+
+Upstream's front end reports a dead engine whenever its connection is closed while it
+still waits for outputs. That is so at each stop in which the engine is given time, as
+it is for captured rows.
+"""
 
 import asyncio
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core_client import MPClient
 
 
 def call_engine(client: Any, method: str, *args: Any) -> Any:
@@ -34,3 +43,11 @@ async def call_engines(client: Any, method: str, *args: Any) -> list[Any]:
     call = client._call_utility_async
     engines = client.core_engines
     return await asyncio.gather(*(call(method, *args, engine=one) for one in engines))
+
+
+def log_end(logger: logging.Logger, client: "MPClient") -> None:
+    """Log, within an `except` block, why no more outputs of the engine are read."""
+    if client.stopping:
+        logger.info("[shutdown] AsyncLLM: no more outputs are read")
+    else:
+        logger.exception("AsyncLLM output_handler failed.")

@@ -97,7 +97,7 @@ def explain(core: "EngineCore", outputs: "Mapping[int, EngineCoreOutputs]") -> N
     ended, reasons = scheduler.residual.take_nonfinite()
     if not ended and not reasons:
         return
-    from vllm.v1.worker.nonfinite_layers import layer_finiteness
+    from vllm.v1.worker.nonfinite_rows import layer_finiteness
 
     for request_id, blocks in ended.items():
         found = core.model_executor.collective_rpc(layer_finiteness, args=(blocks,))

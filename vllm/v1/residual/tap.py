@@ -4,14 +4,9 @@
 This module imports nothing of ours, because `vllm.sampling_params` imports it.
 """
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-HookName = Literal[
-    "pre_attn",
-    "post_attn",
-    "post_block",
-    "mlp_in",
-    "mlp_out",
+InnerPoint = Literal[
     "attn_in",
     "q",
     "k",
@@ -27,6 +22,8 @@ HookName = Literal[
     "attn_add",
     "mlp_add",
 ]
+MLPPoint = Literal["mlp_in", "mlp_out"]
+HookName = Literal["pre_attn", "post_attn", "post_block", MLPPoint, InnerPoint]
 """The point in a decoder block at which a row is read.
 
 `pre_attn`: the residual stream at the input of the block. `post_attn`: after the output
@@ -43,34 +40,14 @@ embeddings as they enter the stream. `attn_add`, `mlp_add`: what is added to the
 after norms and multipliers of the branch.
 """
 
-INNER_POINTS: tuple[HookName, ...] = (
-    "attn_in",
-    "q",
-    "k",
-    "v",
-    "z",
-    "attn_out",
-    "mlp_act",
-    "router_logits",
-    "expert_ids",
-    "expert_weights",
-    "final_norm",
-    "embed",
-    "attn_add",
-    "mlp_add",
-)
+INNER_POINTS: tuple[HookName, ...] = get_args(InnerPoint)
 READ_ONLY: tuple[HookName, ...] = ("expert_ids",)
 """Points whose numbers nothing may change."""
-MLP_POINTS: tuple[HookName, ...] = ("mlp_in", "mlp_out")
+MLP_POINTS: tuple[HookName, ...] = get_args(MLPPoint)
 OPTIONAL_POINTS = (*MLP_POINTS, *INNER_POINTS)
 """Points that exist only where the engine was started with them."""
 
-HOOK_NAMES: tuple[HookName, ...] = (
-    "pre_attn",
-    "post_attn",
-    "post_block",
-    *OPTIONAL_POINTS,
-)
+HOOK_NAMES: tuple[HookName, ...] = get_args(HookName)
 
 Tap: TypeAlias = tuple[int, str]
 """`(layer, hook)`: the 0-based layer, and one of `HOOK_NAMES`."""

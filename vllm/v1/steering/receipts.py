@@ -5,13 +5,20 @@ Workers measure the doses of each token, the engine core drops those of tokens t
 not count, and the front end sums them up here.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm.v1.residual.receipts import Doses, Effect, ReceiptPart
+from vllm.v1.residual.choices import by_choice
+from vllm.v1.residual.receipts import Doses, Effect, ReceiptPart, StepReceipt
 from vllm.v1.steering.conditions import Condition
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
 
 WHEN = "when"
 """The `op` of an effect that is the decision of a condition."""
@@ -132,3 +139,66 @@ def _fired(totals: dict[Effect, Total]) -> dict[str, Any]:
             "first": total.first,
         }
     return found
+
+
+_PARTS, _NEXT = "receipt_parts", "receipt_next"
+
+
+def note_receipt(
+    request: "Request",
+    found: StepReceipt,
+    num_tokens: int,
+    new_token_ids: Sequence[int],
+) -> None:
+    """Keep a step's doses until the request's next output.
+
+    Args:
+        request: before the new tokens are appended to it.
+        found: the step's doses.
+        num_tokens: the request's tokens in the step, without draft tokens.
+        new_token_ids: the tokens that the step sampled; empty while the prompt is still
+            being computed.
+
+    """
+    state = vars(request)
+    shift, stop = 0, max(part.stop for part in found.parts)
+    if new_token_ids:
+        # With draft tokens a step is prepared before it is known how many drafts of the
+        # previous one were rejected; the request has the accepted ones.
+        shift = request.num_tokens - num_tokens - found.start
+        stop = request.num_tokens + len(new_token_ids) - 1
+    least = state.get(_NEXT, 0)
+    for part in found.parts:
+        part.start += shift
+        kept = part.between(least, stop)
+        if kept is not None:
+            state.setdefault(_PARTS, []).append(kept)
+    state[_NEXT] = max(least, stop)
+
+
+def take_receipt(request: "Request") -> list[ReceiptPart] | None:
+    """Remove and return the doses that no output has carried yet."""
+    return vars(request).pop(_PARTS, None) or None
+
+
+def receipt_for(params: "SamplingParams", num_prompt: int) -> Receipt | None:
+    """The object that sums up a request's doses; None if it requested no receipt."""
+    tiers = params._steering
+    return Receipt(num_prompt) if tiers is not None and tiers.receipt else None
+
+
+def response_receipts(
+    outputs: Sequence["RequestOutput | None"],
+) -> dict[str, Any] | None:
+    """The `steering` field of a response to one or several prompts.
+
+    With several choices, receipts are keyed by the choice's index as a string.
+    """
+    found: dict[str, Any] | None = by_choice(outputs, lambda sample: sample.steering)
+    return found
+
+
+def stamp(chunk: Any, part: "CompletionOutput") -> None:
+    """Set the `steering` field of a choice's last streamed chunk."""
+    if part.steering is not None:
+        chunk.steering = part.steering

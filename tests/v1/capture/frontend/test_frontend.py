@@ -10,8 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE
 from vllm.v1.capture.frontend.frontend import CaptureFrontend
 from vllm.v1.capture.frontend.path_locks import PathLocks
-from vllm.v1.capture.frontend.request_tracker import RequestTracker
-from vllm.v1.capture.frontend.waiting import ResultWaiter
+from vllm.v1.capture.frontend.request_tracker import RequestTracker, ResultWaiter
 from vllm.v1.capture.types import CaptureResult
 
 

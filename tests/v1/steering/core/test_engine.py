@@ -72,7 +72,7 @@ def test_a_failure_on_one_rank_changes_nothing() -> None:
     core: Any = Core([None, "out of memory"])
     with pytest.raises(SteeringChangeError, match="out of memory"):
         set_steering(core, SteeringTiers(base=vectors(1)), False)
-    assert core.calls[-1] == ("commit_steering", False)
+    assert core.calls[-1] == ("commit_steering_on_rank", False)
     assert not core.scheduler.residual.steering.tiers and not EngineSteering.tiers
     assert core.cache_resets == 0
 

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of requests in the responses of upstream's serving classes."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.capture.answers import carries_rows, event
-from vllm.entrypoints.serve.utils.stream_errors import log as log_error
+from vllm.exceptions import VLLMClientError
 from vllm.interop.vllm_lens import responses as lens
 from vllm.interop.vllm_lens.responses import last_chunks
 from vllm.v1.capture.frontend import http as capture
 from vllm.v1.readouts.frontend import http as readouts
-from vllm.v1.steering.frontend import receipts
-from vllm.v1.steering.frontend.receipts import response_receipts
+from vllm.v1.steering import receipts
+from vllm.v1.steering.receipts import response_receipts
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
+
 
 __all__ = [
     "carries_rows",
@@ -66,3 +68,15 @@ def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> None
 def unset(chunk: Any) -> set[str]:
     """The fields of results that a streamed chunk does not have."""
     return set(RESULTS - chunk.model_fields_set)
+
+
+def log_error(logger: logging.Logger, summary: str, error: Exception) -> None:
+    """Log a failure, with its traceback unless the request was invalid.
+
+    A stream's response has begun with status 200 when its request is validated, so the
+    access log does not show the refusal.
+    """
+    if isinstance(error, VLLMClientError):
+        logger.info("A streamed request was refused: %s", error)
+    else:
+        logger.error(summary, exc_info=error)

@@ -8,7 +8,8 @@ Legend: T tokens of the step (padding included), H width of the stream,
 S rows of staging memory.
 """
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
@@ -82,6 +83,21 @@ class Launch:
                 "report it with the model's name; --enforce-eager avoids it"
             )
         return False
+
+
+def register_op(op: Callable[..., None], mutates: list[str]) -> None:
+    """Register an op that only writes to memory of its arguments.
+
+    Args:
+        op: the function; the op has its name.
+        mutates: names of the tensors that it writes to.
+
+    """
+    direct_register_custom_op(op.__name__, op, mutates, fake_impl=_nothing)
+
+
+def _nothing(*_args: Any, **_options: Any) -> None:
+    """What such an op returns while code is traced."""
 
 
 class CaptureProgress:
@@ -295,20 +311,4 @@ def capture_rows(
     staging.view(-1)[place] = rows.to(staging.dtype)
 
 
-def _capture_rows_fake(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    slots: torch.Tensor,
-    base: torch.Tensor,
-    staging: torch.Tensor,
-    partial: bool,
-) -> None:
-    return None
-
-
-direct_register_custom_op(
-    op_name="capture_rows",
-    op_func=capture_rows,
-    mutates_args=["staging"],
-    fake_impl=_capture_rows_fake,
-)
+register_op(capture_rows, ["staging"])

@@ -14,7 +14,11 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.layers.residual.capture_op import Launch, begins_early
+from vllm.model_executor.layers.residual.capture_op import (
+    Launch,
+    begins_early,
+    register_op,
+)
 from vllm.model_executor.layers.residual.host_calls import HostCalls, run_calls
 from vllm.model_executor.layers.residual.program_host import (
     execute_all,
@@ -22,7 +26,6 @@ from vllm.model_executor.layers.residual.program_host import (
 )
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
 from vllm.model_executor.layers.residual.split_ops import gathered, share
-from vllm.utils.torch_utils import direct_register_custom_op
 
 
 def intervene_rows(
@@ -124,24 +127,7 @@ def _of_step(
     return records[first:]
 
 
-def intervene_rows_fake(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    gates: torch.Tensor,
-    partial: bool,
-    records: torch.Tensor | None = None,
-) -> None:
-    """The fake implementation of `intervene_rows`, which returns nothing."""
-
-
-direct_register_custom_op(
-    op_name="intervene_rows",
-    op_func=intervene_rows,
-    mutates_args=["hidden", "residual", "gates"],
-    fake_impl=intervene_rows_fake,
-)
+register_op(intervene_rows, ["hidden", "residual", "gates"])
 
 
 def intervene_split_rows(
@@ -179,23 +165,7 @@ def intervene_split_rows(
             residual[changed] = 0.0
 
 
-def _intervene_split_rows_fake(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    gates: torch.Tensor,
-    records: torch.Tensor | None = None,
-) -> None:
-    return None
-
-
-direct_register_custom_op(
-    op_name="intervene_split_rows",
-    op_func=intervene_split_rows,
-    mutates_args=["hidden", "residual", "gates"],
-    fake_impl=_intervene_split_rows_fake,
-)
+register_op(intervene_split_rows, ["hidden", "residual", "gates"])
 
 
 def intervene_divided_rows(
@@ -228,20 +198,4 @@ def intervene_divided_rows(
     hidden.copy_(whole[:, start : start + width].view(hidden.shape))
 
 
-def _intervene_divided_rows_fake(
-    hidden: torch.Tensor,
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    gates: torch.Tensor,
-    copies: int,
-    records: torch.Tensor | None = None,
-) -> None:
-    return None
-
-
-direct_register_custom_op(
-    op_name="intervene_divided_rows",
-    op_func=intervene_divided_rows,
-    mutates_args=["hidden", "gates"],
-    fake_impl=_intervene_divided_rows_fake,
-)
+register_op(intervene_divided_rows, ["hidden", "gates"])

@@ -12,9 +12,12 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     tensor_model_parallel_all_gather,
 )
-from vllm.model_executor.layers.residual.capture_op import Launch, capture_rows
-from vllm.model_executor.layers.residual.steer_op import steer_rows, steer_rows_fake
-from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.model_executor.layers.residual.capture_op import (
+    Launch,
+    capture_rows,
+    register_op,
+)
+from vllm.model_executor.layers.residual.steer_op import steer_rows
 
 
 def share(num_rows: int) -> slice:
@@ -51,22 +54,7 @@ def capture_split_rows(
     capture_rows(whole[: len(slots)], None, slots, base, staging, False)
 
 
-def _capture_split_rows_fake(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    slots: torch.Tensor,
-    base: torch.Tensor,
-    staging: torch.Tensor,
-) -> None:
-    return None
-
-
-direct_register_custom_op(
-    op_name="capture_split_rows",
-    op_func=capture_split_rows,
-    mutates_args=["staging"],
-    fake_impl=_capture_split_rows_fake,
-)
+register_op(capture_split_rows, ["staging"])
 
 
 def gathered(part: torch.Tensor, copies: int) -> torch.Tensor:
@@ -111,23 +99,7 @@ def capture_divided_rows(
     capture_rows(gathered(hidden, copies), None, slots, base, staging, False)
 
 
-def _capture_divided_rows_fake(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    slots: torch.Tensor,
-    base: torch.Tensor,
-    staging: torch.Tensor,
-    copies: int,
-) -> None:
-    return None
-
-
-direct_register_custom_op(
-    op_name="capture_divided_rows",
-    op_func=capture_divided_rows,
-    mutates_args=["staging"],
-    fake_impl=_capture_divided_rows_fake,
-)
+register_op(capture_divided_rows, ["staging"])
 
 
 def steer_split_rows(
@@ -150,9 +122,4 @@ def steer_split_rows(
     steer_rows(target, table, rows[share(len(target))], branch)
 
 
-direct_register_custom_op(
-    op_name="steer_split_rows",
-    op_func=steer_split_rows,
-    mutates_args=["target"],
-    fake_impl=steer_rows_fake,
-)
+register_op(steer_split_rows, ["target"])

@@ -21,9 +21,9 @@ from vllm.model_executor.layers.residual.capture_op import (
     begins_early,
     block_of,
     reads_at_once,
+    register_op,
 )
 from vllm.triton_utils import HAS_TRITON, tl, triton
-from vllm.utils.torch_utils import direct_register_custom_op
 
 Addition = tuple[torch.Tensor, torch.Tensor]
 """A table `[V, H]` and the row of it for each token, `[>= T]`."""
@@ -196,21 +196,7 @@ def steer_rows(
         _add(target, [(table, rows)])
 
 
-def steer_rows_fake(
-    target: torch.Tensor,
-    table: torch.Tensor,
-    rows: torch.Tensor,
-    branch: torch.Tensor | None,
-) -> None:
-    """Fake implementation of `steer_rows` for tracing."""
-
-
-direct_register_custom_op(
-    op_name="steer_rows",
-    op_func=steer_rows,
-    mutates_args=["target"],
-    fake_impl=steer_rows_fake,
-)
+register_op(steer_rows, ["target"])
 
 
 def steer_rows_ahead(
@@ -289,20 +275,4 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _steer_rows_ahead_fake(
-    target: torch.Tensor,
-    tables: list[torch.Tensor],
-    rows: list[torch.Tensor],
-    captured: list[torch.Tensor],
-    after: torch.Tensor | None,
-    late: bool | None,
-) -> None:
-    return None
-
-
-direct_register_custom_op(
-    op_name="steer_rows_ahead",
-    op_func=steer_rows_ahead,
-    mutates_args=["target"],
-    fake_impl=_steer_rows_ahead_fake,
-)
+register_op(steer_rows_ahead, ["target"])

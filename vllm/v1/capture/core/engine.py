@@ -2,16 +2,17 @@
 """The bodies of the methods that capture adds to the engine core."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from vllm.logger import init_logger
-from vllm.v1.capture.worker import calls
 from vllm.v1.residual.capture_plan import CaptureEnd
+from vllm.v1.residual.point_shapes import Shapes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
+
 
 logger = init_logger(__name__)
 
@@ -57,7 +58,7 @@ def _own(core: "EngineCore", ends: Sequence[CaptureEnd]) -> list[CaptureEnd]:
 
 
 def _send(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
-    core.model_executor.collective_rpc(calls.end_captures, args=(ends,))
+    core.model_executor.collective_rpc(end_captures_on_rank, args=(ends,))
 
 
 def deliver_ends(core: "EngineCore") -> None:
@@ -74,7 +75,7 @@ def deliver_ends(core: "EngineCore") -> None:
 
 def introduce_capture(core: "EngineCore", address: str) -> None:
     """Have all workers report their counters to the front end at `address`."""
-    core.model_executor.collective_rpc(calls.report_captures_to, args=(address,))
+    core.model_executor.collective_rpc(report_captures_to, args=(address,))
 
 
 def note_model(core: "EngineCore") -> None:
@@ -83,7 +84,7 @@ def note_model(core: "EngineCore") -> None:
     They are its hook points, the ranks' staging memory, and what readouts cannot read.
     If capture is enabled, the workers get the full map of hook points as well.
     """
-    ranks = core.model_executor.collective_rpc(calls.facts_of)
+    ranks = core.model_executor.collective_rpc(facts_of)
     points = {layer: own for rank, *_ in ranks for layer, own in rank.items()}
     shapes = {layer: own for _, rank, *_ in ranks for layer, own in rank.items()}
     config = core.vllm_config.capture_config
@@ -94,9 +95,49 @@ def note_model(core: "EngineCore") -> None:
         config.missing |= {n: why for n, why in missing.items() if n not in having}
     if core.vllm_config.readout_config.enabled:
         refusals: dict[str, Any] = {"attention": {}}
-        for own in core.model_executor.collective_rpc(calls.readout_refusals_of):
+        for own in core.model_executor.collective_rpc(readout_refusals_of):
             refusals["attention"] |= own.pop("attention", {})
             refusals |= {name: refusals.get(name) or why for name, why in own.items()}
         core.vllm_config.readout_config.refusals = refusals
     if config.enabled:
-        core.model_executor.collective_rpc(calls.set_hook_points, args=(points, shapes))
+        core.model_executor.collective_rpc(set_hook_points, args=(points, shapes))
+
+
+# What workers run, by `collective_rpc`: sent by name, so they stay at module level.
+
+HookPoints: TypeAlias = dict[int, tuple[str, ...]]
+
+
+def facts_of(
+    worker: Any,
+) -> tuple[HookPoints, Shapes, dict[str, int], dict[str, str]]:
+    """For `collective_rpc`: hook points, their shapes, staging memory, what lacks."""
+    residual = worker.model_runner.residual
+    shapes, staging = residual.point_shapes, residual.staging
+    return residual.hook_points, shapes, staging, residual.missing
+
+
+def readout_refusals_of(worker: Any) -> dict[str, Any]:
+    """For `collective_rpc`: what a worker's layers and head do not support.
+
+    As `Refusals`, with the keys that the worker knows.
+    """
+    readouts = worker.model_runner.residual.readouts
+    refusals: dict[str, Any] = {} if readouts is None else readouts.refusals
+    return refusals
+
+
+def set_hook_points(worker: Any, points: HookPoints, shapes: Shapes) -> None:
+    """For `collective_rpc`: set the hook points of all layers, over all stages."""
+    config = worker.vllm_config.capture_config
+    config.hook_points, config.point_shapes = points, shapes
+
+
+def end_captures_on_rank(worker: Any, ends: Sequence[CaptureEnd]) -> None:
+    """For `collective_rpc`: end captures while the engine runs no step."""
+    worker.model_runner.residual.end_captures(ends)
+
+
+def report_captures_to(worker: Any, address: str) -> None:
+    """For `collective_rpc`: report counters to the front end at `address`."""
+    worker.model_runner.residual.report_captures_to(address)

@@ -23,12 +23,11 @@ from vllm.v1.capture.frontend.inflight_limit import (
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.portions import Portions
-from vllm.v1.capture.frontend.request_ends import Ends, EndsSender
-from vllm.v1.capture.frontend.request_tracker import RequestTracker
+from vllm.v1.capture.frontend.request_tracker import RequestTracker, ResultWaiter
 from vllm.v1.capture.frontend.status import CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
+from vllm.v1.capture.frontend.tracking import Ends, EndsSender
 from vllm.v1.capture.frontend.unsent import when_response_ends
-from vllm.v1.capture.frontend.waiting import ResultWaiter
 from vllm.v1.capture.transport.addresses import host_for
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,

@@ -4,8 +4,11 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.worker import calls
+from vllm.v1.readouts.worker.modules import WorkerModules
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -35,9 +38,9 @@ def load_readout_module(
     place = None if tap is None else (int(tap[0]), str(tap[1]))
     rpc = core.model_executor.collective_rpc
     try:
-        rpc(calls.load_module, args=(name, path, place))
+        rpc(load_module, args=(name, path, place))
     except Exception:
-        rpc(calls.unload_module, args=(name,))
+        rpc(unload_module, args=(name,))
         _saes(core).pop(name, None)
         raise
     _saes(core)[name] = fingerprint
@@ -52,7 +55,7 @@ def unload_readout_module(core: "EngineCore", name: str) -> None:
     """
     _check_unused(core, name)
     _saes(core).pop(name, None)
-    core.model_executor.collective_rpc(calls.unload_module, args=(name,))
+    core.model_executor.collective_rpc(unload_module, args=(name,))
 
 
 def _saes(core: "EngineCore") -> dict[str, str]:
@@ -69,7 +72,7 @@ def _check_unused(core: "EngineCore", name: str) -> None:
 
 def readout_status(core: "EngineCore") -> dict[str, Any]:
     """`{"rows", "seconds"}` by kind of readout, summed over ranks; CPU seconds."""
-    return added_counters(core.model_executor.collective_rpc(calls.readout_counters))
+    return added_counters(core.model_executor.collective_rpc(readout_counters))
 
 
 def added_counters(
@@ -98,7 +101,7 @@ def decoded_rows(
     """
     _check_enabled(core)
     arguments = rows, count, top_k
-    ranks = core.model_executor.collective_rpc(calls.decode_rows, args=arguments)
+    ranks = core.model_executor.collective_rpc(decode_rows, args=arguments)
     return [_sent(one) for one in next(found for found in ranks if found is not None)]
 
 
@@ -114,7 +117,7 @@ def unembedding_rows(core: "EngineCore", tokens: list[int]) -> list[dict[str, An
 
     """
     _check_enabled(core)
-    ranks = core.model_executor.collective_rpc(calls.unembedding_rows, args=(tokens,))
+    ranks = core.model_executor.collective_rpc(unembedding_rows_on_rank, args=(tokens,))
     # Each rank has the rows of its own tokens, and zeros for the others'.
     found = [rows for rows in ranks if rows is not None]
     whole = found[0][0]
@@ -132,11 +135,75 @@ def _check_enabled(core: "EngineCore") -> None:
 
 def _sent(tensor: Any) -> dict[str, Any]:
     """A tensor as the engine core's messages carry it."""
-    import torch
-
     plain = tensor.contiguous()
     return {
         "dtype": str(plain.dtype).removeprefix("torch."),
         "shape": list(plain.shape),
         "data": plain.view(torch.uint8).numpy().tobytes(),
     }
+
+
+# What workers run, by `collective_rpc`: sent by name, so they stay at module level.
+
+
+def load_module(worker: Any, name: str, path: str, tap: Tap | None) -> None:
+    """For `collective_rpc`: load a probe, translator or SAE."""
+    _modules_to_change(worker).load(name, path, tap)
+
+
+def unload_module(worker: Any, name: str) -> None:
+    """For `collective_rpc`: unload a probe, translator or SAE."""
+    _modules_to_change(worker).unload(name)
+
+
+def _modules_to_change(worker: Any) -> WorkerModules:
+    modules: WorkerModules = worker.model_runner.residual.modules
+    return modules
+
+
+def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
+    """For `collective_rpc`: number of rows read out, and seconds it took, by kind."""
+    readouts = worker.model_runner.residual.readouts
+    if readouts is None:
+        return {}
+    return {
+        kind: {"rows": one.rows, "seconds": one.seconds}
+        for kind, one in readouts.counters.items()
+    }
+
+
+def decode_rows(worker: Any, rows: bytes, count: int, top_k: int | None) -> Any:
+    """For `collective_rpc`: float32 logits of rows in float32, on the first rank.
+
+    Of the `top_k` largest the ids come before them. None on ranks that get no logits or
+    have no head.
+
+    Raises:
+        ValueError: the model has no head that supports this.
+
+    """
+    runner = worker.model_runner
+    readouts = runner.residual.readouts
+    if readouts is None:
+        return None
+    if readouts.head.refusal:
+        raise ValueError(readouts.head.refusal)
+    given = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(count, -1)
+    with torch.inference_mode():
+        placed = given.to(runner.device, worker.vllm_config.model_config.dtype)
+        logits = readouts.head.logits(placed)
+        if logits is None:
+            return None
+        if top_k is None:
+            return (logits.float().cpu(),)
+        top = torch.topk(logits.float(), min(top_k, logits.shape[-1]), dim=-1)
+        return top.indices.cpu(), top.values.cpu()
+
+
+def unembedding_rows_on_rank(worker: Any, tokens: list[int]) -> Any:
+    """For `collective_rpc`: rows of the unembedding, and which are this rank's."""
+    readouts = worker.model_runner.residual.readouts
+    if readouts is None:
+        return None
+    rows, own = readouts.head.unembedding(tokens)
+    return rows.detach().cpu(), own.cpu()

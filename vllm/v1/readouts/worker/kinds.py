@@ -126,13 +126,17 @@ def inline_probe(probe: Probe, device: torch.device) -> ProbeModule:
 
 
 def probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
-    """`activation(rows @ vectors.T + bias)`, `[R, k]` float32."""
+    """`activation(rows @ vectors.T + bias)`, `[R, k]` float32.
+
+    With probes from `stacked`, row i is read by probe i.
+    """
     wide, vectors = rows.float(), module.vectors
     if module.cosine:
         wide = nn.functional.normalize(wide, dim=-1)
         vectors = nn.functional.normalize(vectors, dim=-1)
-    values = wide @ vectors.T + module.bias
-    return {"values": activated(values, module)}
+    each = vectors.dim() == 3
+    read = torch.bmm(vectors, wide[:, :, None])[:, :, 0] if each else wide @ vectors.T
+    return {"values": activated(read + module.bias, module)}
 
 
 def stacked(modules: Sequence[ProbeModule]) -> ProbeModule:
@@ -145,16 +149,6 @@ def stacked(modules: Sequence[ProbeModule]) -> ProbeModule:
         activation=first.activation,
         cosine=first.cosine,
     )
-
-
-def stacked_probe_values(module: ProbeModule, rows: torch.Tensor) -> Arrays:
-    """As `probe_values`, with probe i of those in `stacked` for row i."""
-    wide, vectors = rows.float(), module.vectors
-    if module.cosine:
-        wide = nn.functional.normalize(wide, dim=-1)
-        vectors = nn.functional.normalize(vectors, dim=-1)
-    values = torch.bmm(vectors, wide[:, :, None])[:, :, 0] + module.bias
-    return {"values": activated(values, module)}
 
 
 def activated(values: torch.Tensor, module: ProbeModule) -> torch.Tensor:

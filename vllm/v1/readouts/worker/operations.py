@@ -17,7 +17,6 @@ from vllm.v1.readouts.worker.kinds import (
     norms,
     probe_values,
     stacked,
-    stacked_probe_values,
 )
 from vllm.v1.readouts.worker.pending import JobResult
 from vllm.v1.readouts.worker.sae import sae_values
@@ -159,7 +158,7 @@ class Operations:
     def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
         """Probes given in requests: a single product if each entry has one row."""
         if all(entry.count == 1 for entry in job.entries):
-            return stacked_probe_values(self._stacked(job), rows)
+            return probe_values(self._stacked(job), rows)
         modules = self._modules(job)
         parts = [
             probe_values(module, rows[entry.first : entry.first + entry.num_rows])

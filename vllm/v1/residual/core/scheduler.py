@@ -19,8 +19,8 @@ from vllm.v1.residual.nonfinite_streams import BlockIds, NonFiniteStreams
 from vllm.v1.residual.receipts import Fired
 from vllm.v1.steering.core.generated_blocks import note_step, share_rest
 from vllm.v1.steering.core.prefix_cache import EngineSteering
-from vllm.v1.steering.core.receipts import note_receipt, take_receipt
 from vllm.v1.steering.core.scheduler import steering_scheduling, take_vectors_off
+from vllm.v1.steering.receipts import note_receipt, take_receipt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,7 +19,7 @@ from vllm.v1.readouts.engine_args import check_places
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.readouts.frontend.admission import refuse as refuse_readouts
 from vllm.v1.residual import nonfinite_streams
-from vllm.v1.residual.engine_stop import log_end as log_end
+from vllm.v1.residual.engine_call import log_end as log_end
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.frontend.results import results_of
 from vllm.v1.residual.module_info import ModuleInfo

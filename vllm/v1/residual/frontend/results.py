@@ -8,8 +8,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.readouts.frontend.collector import Collector, collector_for
 from vllm.v1.readouts.frontend.collector import ended_by as ended_by
-from vllm.v1.steering.frontend.receipts import receipt_for
-from vllm.v1.steering.receipts import Receipt
+from vllm.v1.steering.receipts import Receipt, receipt_for
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput

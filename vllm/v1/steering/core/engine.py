@@ -5,8 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm.distributed.parallel_state import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+)
 from vllm.logger import init_logger
 from vllm.v1.residual.kept_memory import is_on_the_host
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.core.prefix_cache import EngineSteering, change
 from vllm.v1.steering.core.refusals import refuse
@@ -23,11 +28,11 @@ from vllm.v1.steering.spec.limits import (
     find_overflow,
     too_much_with_shared,
 )
-from vllm.v1.steering.worker import calls
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.request import Request
+
 
 logger = init_logger(__name__)
 
@@ -35,7 +40,7 @@ logger = init_logger(__name__)
 def dynamic_steering(core: "EngineCore") -> list[dict[str, Any]]:
     """What consumers that run within the step have set, by worker."""
     rpc = core.model_executor.collective_rpc
-    found: list[dict[str, Any]] = rpc(calls.dynamic_status)
+    found: list[dict[str, Any]] = rpc(dynamic_status)
     return found
 
 
@@ -166,8 +171,8 @@ def _change_on_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
     if is_on_the_host(executor.sleeping_tags):
         raise SteeringChangeError("the engine sleeps; nothing has changed")
     rpc = executor.collective_rpc
-    failures = [e for e in rpc(calls.stage_steering, args=(tiers,)) if e]
-    rpc(calls.commit_steering, args=(not failures,))
+    failures = [e for e in rpc(stage_steering, args=(tiers,)) if e]
+    rpc(commit_steering_on_rank, args=(not failures,))
     if failures:
         raise SteeringChangeError(f"no rank has changed its steering: {failures[0]}")
 
@@ -237,7 +242,46 @@ def _eager_steps(core: "EngineCore") -> dict[str, int]:
     pipeline stage counts the steps that involve its own layers.
     """
     found: dict[str, int] = {}
-    for counts in core.model_executor.collective_rpc(calls.eager_steps):
+    for counts in core.model_executor.collective_rpc(eager_steps):
         for reason, count in counts.items():
             found[reason] = max(found.get(reason, 0), count)
     return found
+
+
+# What workers run, by `collective_rpc`: sent by name, so they stay at module level.
+
+
+def stage_steering(worker: Any, tiers: SteeringTiers) -> str | None:
+    """For `collective_rpc`: stage new global vectors; returns an error, if any."""
+    try:
+        worker.model_runner.residual.steering.stage_global(tiers)
+    except Exception as error:  # Returned, as other ranks must then drop the change.
+        logger.exception("A change of steering failed")
+        return described(error)
+    return None
+
+
+def commit_steering_on_rank(worker: Any, keep: bool) -> None:
+    """For `collective_rpc`: apply the staged global vectors, or drop them."""
+    worker.model_runner.residual.steering.commit_global(keep)
+
+
+def dynamic_status(worker: Any) -> dict[str, Any]:
+    """For `collective_rpc`: what consumers have set, and how long they take."""
+    stream = worker.model_runner.residual
+    steering = stream.steering
+    status: dict[str, Any] = {
+        "tp_rank": get_tensor_model_parallel_rank(),
+        "pp_rank": get_pp_group().rank_in_group,
+        "steering_initialized": steering is not None,
+    }
+    if steering is not None and steering.dynamic is not None:
+        status |= steering.dynamic.status()
+    consumers = {} if stream.steps is None else stream.steps.status()
+    status["sync_consumers"] = dict(consumers)
+    return status
+
+
+def eager_steps(worker: Any) -> dict[str, int]:
+    """For `collective_rpc`: number of steps run eagerly due to steering, by reason."""
+    return dict(worker.model_runner.residual.steering.eager_steps)

@@ -5,7 +5,7 @@ from fork.language import add_import, first
 
 EDITS = [
     add_import(
-        "from vllm.entrypoints.serve.utils.grpc_refusal import refuse_grpc",
+        "from vllm.entrypoints.serve.utils.serve_args import refuse_grpc",
         why="Rejects such options.",
     ),
     first(

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from vllm.v1.residual.receipts import Effect, ReceiptPart, StepReceipt
-from vllm.v1.steering.core.receipts import note_receipt, take_receipt
-from vllm.v1.steering.receipts import WHEN, Receipt
+from vllm.v1.steering.receipts import WHEN, Receipt, note_receipt, take_receipt
 
 ADD = Effect(2, "post_attn", "add", "")
 CLAMP = Effect(1, "post_block", "clamp", "digest")

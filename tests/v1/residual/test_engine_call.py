@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.residual.engine_stop import log_end
+from vllm.v1.residual.engine_call import log_end
 
 
 @pytest.mark.parametrize("stopping", [True, False])

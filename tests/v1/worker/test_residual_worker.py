@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import torch
 
-from vllm.v1.worker.joined_tensors import JOINED, join, part
+from vllm.v1.worker.residual_worker import JOINED, join, part
 
 
 def test_tensors_are_what_they_were_before_they_were_joined() -> None:
