@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our commands list and check their own options before heavy modules are loaded."""
 
+import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from vllm.entrypoints.cli.engine_command import check_own_options
+from vllm.entrypoints.cli import engine_command
+from vllm.entrypoints.cli.engine_command import check_before_torch, check_own_options
 
 CAPTURE = ["capture", "in.jsonl", "--model", "m", "--out", "out"]
-PROBE = ["probe", "train", "--model", "m", "--data", "a", "--out", "b"]
+PROBE = [
+    "probe",
+    "train",
+    "--model",
+    "m",
+    "--data",
+    "a.jsonl",
+    "--out",
+    "b.safetensors",
+]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str, status: int) -> str:
@@ -85,20 +97,55 @@ def test_the_rest_is_left_to_upstreams_parser(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").touch()
+    texts = [{"text": f"{n}", "label": n % 2} for n in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, texts)))
     argv = ["vllm", *words]
     monkeypatch.setattr(sys, "argv", argv)
     check_own_options(argv)
     assert argv == ["vllm", *words]
 
 
-def test_nothing_heavy_is_imported() -> None:
+REFUSED = [
+    "capture gone.txt --model m --out o",
+    "check --prompt",
+    "patch a b --answer c",
+    "probe eval gone --model m --data gone.csv",
+    "probe train --data gone.csv --model m --out o.safetensors",
+    "probe train --data gone.csv --model m --out o",
+    "steer apply --vectors gone --model m",
+    "steer convert a",
+    "steer eval --vectors a --pairs gone --harmless gone --model m",
+    "steer extract --pairs gone --model m --out o.safetensors",
+    "steer show a --feature b",
+    "steer sweep --vectors a --server u --model m",
+]
+
+
+def test_a_command_is_refused_before_torch_is_imported() -> None:
     code = (
-        "import sys, vllm.entrypoints.cli.main as command\n"
-        "for words in ('probe train --data x', 'capture gone.txt --model m --out o'):\n"
-        "    sys.argv = ['vllm', *words.split()]\n"
-        "    try: command.main()\n"
-        "    except SystemExit as ended: assert ended.code\n"
-        "heavy = {'transformers', 'vllm.config', 'vllm.engine.arg_utils'}\n"
+        "import sys\n"
+        f"for words in {REFUSED}:\n"
+        "    sys.argv = ['/bin/vllm', *words.split()]\n"
+        "    try: import vllm\n"
+        "    except SystemExit as ended: assert ended.code, words\n"
+        "    else: raise AssertionError(words)\n"
+        "heavy = {'torch', 'transformers', 'vllm.env_override'}\n"
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_command_is_checked_once_and_not_in_its_child_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = ["/bin/vllm", "probe", "train"]
+    monkeypatch.setattr(sys, "argv", wrong)
+    with monkeypatch.context() as child:
+        child.setattr(multiprocessing, "parent_process", object)
+        check_before_torch(wrong)
+    with pytest.raises(SystemExit):
+        check_before_torch(wrong)
+    right = ["/bin/vllm", "serve", "model"]
+    check_before_torch(right)
+    monkeypatch.setattr(engine_command, "OWN_COMMANDS", None)
+    check_own_options(right)

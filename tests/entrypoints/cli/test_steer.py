@@ -186,7 +186,17 @@ def test_conversion_says_what_it_wrote(
         (["apply", "--vectors", "v.pt"], "--prompt TEXT"),
         (["extract", "--pairs", "p", "--out", "v.safetensors"], "cannot be read"),
         (
-            ["sweep", "--vectors", "v.pt", "--prompt", "a", "--score", "x"],
+            [
+                "sweep",
+                "--model",
+                "m",
+                "--vectors",
+                "v.pt",
+                "--prompt",
+                "a",
+                "--score",
+                "x",
+            ],
             "FILE.py:FUN",
         ),
     ],

@@ -2,7 +2,7 @@
 """Our subcommands, which take the engine's options: `vllm capture`, `vllm steer`, ...
 
 The options of such a command are its own and those of an engine. Upstream's modules
-take several seconds to import, so its own are checked, and listed by `--help`, before
+and torch take seconds to import, so its own are checked, and listed by `--help`, before
 that.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import difflib
 import importlib
 import logging
+import multiprocessing
 import os
 import re
 import sys
@@ -220,6 +221,21 @@ def cmd_init() -> tuple[EngineCommand, ...]:
     return OWN_COMMANDS
 
 
+def check_before_torch(argv: list[str]) -> None:
+    """As `check_own_options`, before the package `vllm` imports torch.
+
+    Called by each process that imports it, of which only the command itself checks.
+    """
+    is_command = Path(argv[0]).stem in ("vllm", "vllm-script")
+    if is_command and multiprocessing.parent_process() is None:
+        check_own_options(argv)
+        _checked.append(list(argv))
+
+
+_checked: list[list[str]] = []
+"""The command line, if it was checked before torch was imported."""
+
+
 def check_own_options(argv: list[str]) -> None:
     """Exit early if the command line has `--help`, or an invalid option of ours.
 
@@ -227,6 +243,8 @@ def check_own_options(argv: list[str]) -> None:
         argv: the command line; negative numbers are joined to their options.
 
     """
+    if argv in _checked:
+        return
     for command in OWN_COMMANDS:
         if argv[1:2] != [command.name]:
             continue

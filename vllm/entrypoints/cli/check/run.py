@@ -8,15 +8,15 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from vllm import LLM
 
 PROMPT = "The house stood at the end of the road, and nobody had lived there for years."
-BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""By the engine's dtype, the largest allowed difference between a layer's rows and the
-library's in float32, relative to the norm of all its rows."""
+BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""By the name of the engine's dtype, the largest allowed difference between a layer's
+rows and the library's in float32, relative to the norm of all its rows."""
 
 ENTERING, LEAVING = "pre_attn", "post_block"
 
@@ -27,10 +27,11 @@ class Captured:
 
     token_ids: list[int]
     """Of prompt and output, without the last token."""
-    rows: dict[tuple[int, str], torch.Tensor]
+    rows: "dict[tuple[int, str], torch.Tensor]"
     """`(layer, hook)` -> `[tokens, hidden_size]`."""
     num_layers: int
-    dtype: torch.dtype
+    dtype: str
+    """Its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,13 @@ def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
         raise ValueError(f"the capture failed: {result.error}")
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     layers = model.get_total_num_hidden_layers()
-    assert isinstance(model.dtype, torch.dtype)
-    return Captured(tokens[:-1], dict(result.payload), layers, model.dtype)
+    name = str(model.dtype).removeprefix("torch.")
+    return Captured(tokens[:-1], dict(result.payload), layers, name)
 
 
-def library_states(engine_args: Any, token_ids: list[int]) -> list[torch.Tensor]:
+def library_states(engine_args: Any, token_ids: list[int]) -> "list[torch.Tensor]":
     """Transformers' hidden states in float32: the inputs of layers 0, 1, ..."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -132,7 +134,7 @@ def library_states(engine_args: Any, token_ids: list[int]) -> list[torch.Tensor]
     return [state[0] for state in states]
 
 
-def compare(captured: Captured, states: list[torch.Tensor]) -> list[Difference]:
+def compare(captured: Captured, states: "list[torch.Tensor]") -> list[Difference]:
     """The difference at each hook point that the library has.
 
     Its last state is taken after the final norm, so the output of the last layer is not
@@ -154,7 +156,7 @@ def compare(captured: Captured, states: list[torch.Tensor]) -> list[Difference]:
             continue
         wanted, found = states[at].float().cpu(), rows.float().cpu()
         apart = found - wanted
-        length = max(float(wanted.norm()), torch.finfo(torch.float32).tiny)
+        length = max(float(wanted.norm()), sys.float_info.min)
         relative = float(apart.norm()) / length
         differences.append(Difference(layer, hook, relative, float(apart.abs().max())))
     return differences
@@ -170,7 +172,7 @@ def verdict(
         print(f"{one.layer:5}  {one.hook:<10}  {one.relative:9.2e}  {one.largest:9.2e}")
     # NaN counts as a difference.
     bad = [one for one in differences if not one.relative <= bound]
-    name = str(captured.dtype).removeprefix("torch.")
+    name = captured.dtype
     if bad or not differences:
         where = f"layer {bad[0].layer} {bad[0].hook}" if bad else "nothing"
         print(

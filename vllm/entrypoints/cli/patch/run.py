@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.entrypoints.cli.steer.options import started_engine
+from vllm.entrypoints.cli.steer.options import check_engine, started_engine
 
 if TYPE_CHECKING:
     from vllm.patching import PatchResult
@@ -52,6 +52,11 @@ def add_arguments(parser: Any) -> None:
 def parse_heads(text: str) -> Any:
     """`"0,3"` as `[0, 3]`, and `"all"`."""
     return text if text == "all" else [int(head) for head in text.split(",")]
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check what needs no model."""
+    check_engine(args)
 
 
 def run(args: argparse.Namespace) -> None:

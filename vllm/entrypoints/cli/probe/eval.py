@@ -8,6 +8,7 @@ from typing import Any
 from vllm.entrypoints.cli.probe.options import add_data_arguments, read_data
 from vllm.entrypoints.cli.steer.options import (
     add_shared,
+    check_engine,
     started_engine,
 )
 from vllm.v1.readouts.errors import fail
@@ -26,6 +27,12 @@ def add_arguments(parser: Any) -> None:
         help="The value above which the probe fires; 0.5 by default for sigmoid, else "
         "0.",
     )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check what needs no model."""
+    read_data(args, args.data, least=1)
+    check_engine(args)
 
 
 def run(args: argparse.Namespace) -> None:

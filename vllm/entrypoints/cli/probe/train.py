@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.entrypoints.cli.probe.options import add_data_arguments, read_data
 from vllm.entrypoints.cli.steer.options import (
     add_shared,
+    check_engine,
     check_out,
     resolve_address,
     started_engine,
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
         train,
     )
 
-    _check(args)
+    check(args)
     if args.plot is not None:
         check_can_draw(args.plot)
     data, test = _data(args)
@@ -97,11 +98,16 @@ def run(args: argparse.Namespace) -> None:
     print(f"\nwritten: {args.out} (layer {best[0]}, {best[1]})")
 
 
-def _check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace) -> None:
+    """Check what needs no model."""
     check_out(args, fail)
     if not 0 <= args.penalty < float("inf"):
         raise fail("penalty must be a finite number from 0", "penalty", args.penalty)
     resolve_address(args)
+    read_data(args, args.data)
+    if isinstance(args.held_out, Path):
+        read_data(args, args.held_out, least=1)
+    check_engine(args)
 
 
 def _data(args: argparse.Namespace) -> "tuple[Labelled, Labels]":

@@ -10,6 +10,7 @@ from vllm.entrypoints.cli.steer.options import (
     add_reading_arguments,
     add_scales_argument,
     add_shared,
+    check_engine,
     prompts_of,
     reading_of,
     sampling_of,
@@ -23,6 +24,12 @@ def add_arguments(parser: Any) -> None:
     add_scales_argument(parser, "1")
     add_prompt_arguments(parser)
     add_reading_arguments(parser)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check what needs no model."""
+    prompts_of(args)
+    check_engine(args)
 
 
 def run(args: argparse.Namespace) -> None:

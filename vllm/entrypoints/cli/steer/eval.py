@@ -9,6 +9,7 @@ from vllm.entrypoints.cli.steer.options import (
     add_reading_arguments,
     add_server_arguments,
     add_shared,
+    check_engine,
     parse_scales,
     reading_of,
     started_engine,
@@ -69,6 +70,16 @@ def add_arguments(parser: Any) -> None:
     add_server_arguments(parser)
 
 
+def check(args: argparse.Namespace) -> None:
+    """Check what needs no model."""
+    from vllm.steering.pairs import read_pairs
+
+    pairs, _ = read_pairs(args.pairs), _harmless(args)
+    if len(pairs) < 2 or min(args.doses) <= 0:
+        raise fail("pairs: two pairs and doses above 0 are needed", "pairs", len(pairs))
+    check_engine(args)
+
+
 def run(args: argparse.Namespace) -> None:
     """Print the table and the verdicts; write the plot and the JSON if requested."""
     from vllm.steering.convert import read_vectors
@@ -80,9 +91,8 @@ def run(args: argparse.Namespace) -> None:
     from vllm.steering.sweep import check_fits
 
     judge = _judge(args)
+    check(args)
     pairs, harmless = read_pairs(args.pairs), _harmless(args)
-    if len(pairs) < 2 or min(args.doses) <= 0:
-        raise fail("pairs: two pairs and doses above 0 are needed", "pairs", len(pairs))
     vectors = read_vectors(args.vectors, reading_of(args))
     vectors = vectors if args.layers is None else vectors.at(args.layers)
     if args.plot is not None:

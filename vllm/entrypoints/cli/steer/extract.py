@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.entrypoints.cli.steer.options import (
     add_shared,
+    check_engine,
     check_out,
     resolve_address,
     started_engine,
@@ -32,15 +33,24 @@ def add_arguments(parser: Any) -> None:
     )
 
 
+def check(args: argparse.Namespace) -> None:
+    """Check what needs no model."""
+    from vllm.steering.pairs import read_pairs
+
+    resolve_address(args)
+    read_pairs(args.pairs)
+    check_out(args, fail, "; vllm steer convert writes other forms")
+    check_engine(args)
+
+
 def run(args: argparse.Namespace) -> None:
     """Extract and save vectors; print how well each one separates the pairs."""
     from vllm.steering.extract import CONSUMER, extract
     from vllm.steering.pairs import read_pairs
     from vllm.steering.tables import separation_table
 
-    resolve_address(args)
+    check(args)
     pairs = read_pairs(args.pairs)
-    check_out(args, fail, "; vllm steer convert writes other forms")
     optional = [args.hook] if args.hook in OPTIONAL_POINTS else None
     fields = {"capture_consumers": [CONSUMER], "hook_points": optional}
     with started_engine(args, **fields) as llm:

@@ -18,7 +18,7 @@ from vllm.v1.steering.errors import fail
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.steering.pairs import Prompt
-    from vllm.v1.steering.spec.files import Reading
+    from vllm.v1.steering.spec.reading import Reading
 
 
 @contextmanager
@@ -27,12 +27,8 @@ def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
 
     With `--server` it is that server, where a command has the option.
     """
-    server = getattr(args, "server", None)
-    if (args.model is None) == (server is None):
-        other = " or --server URL, not both" if hasattr(args, "server") else ""
-        message = f"model: give the model to load with --model{other}"
-        raise fail(message, "model", args.model)
-    if server is not None:
+    check_engine(args)
+    if (server := getattr(args, "server", None)) is not None:
         with _server(server, args.api_key) as engine:
             yield engine
         return
@@ -55,6 +51,14 @@ def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
         engine = llm.llm_engine
         engine.residual.settle(engine.engine_core)
         engine.engine_core.shutdown()
+
+
+def check_engine(args: argparse.Namespace) -> None:
+    """Refuse options that name no engine, or several."""
+    if (args.model is None) == (getattr(args, "server", None) is None):
+        other = " or --server URL, not both" if hasattr(args, "server") else ""
+        message = f"model: give the model to load with --model{other}"
+        raise fail(message, "model", args.model)
 
 
 @contextmanager
@@ -229,7 +233,7 @@ def parse_scales(text: str) -> list[float]:
 
 def add_reading_arguments(parser: Any) -> None:
     """Add the options that supply what a file of another library may lack."""
-    from vllm.v1.steering.spec.files.reading import GGUF_LAYERS, NUMBERS
+    from vllm.v1.steering.spec.reading import GGUF_LAYERS, NUMBERS
 
     group = parser.add_argument_group(
         "reading",
@@ -263,7 +267,7 @@ def add_reading_arguments(parser: Any) -> None:
 
 def reading_of(args: argparse.Namespace) -> "Reading":
     """The `Reading` that the options describe."""
-    from vllm.v1.steering.spec.files import Reading
+    from vllm.v1.steering.spec.reading import Reading
 
     return Reading.resolved(
         hook=args.hook,

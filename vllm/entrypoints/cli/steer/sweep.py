@@ -11,6 +11,7 @@ from vllm.entrypoints.cli.steer.options import (
     add_scales_argument,
     add_server_arguments,
     add_shared,
+    check_engine,
     prompts_of,
     reading_of,
     sampling_of,
@@ -37,6 +38,12 @@ def add_arguments(parser: Any) -> None:
     add_prompt_arguments(parser)
     add_reading_arguments(parser)
     add_server_arguments(parser)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Check what needs no model."""
+    prompts_of(args)
+    check_engine(args)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,8 +7,8 @@ to its name, as in `FILE?hook=post_block&layer=15`.
 
 from vllm.v1.steering.spec.files.own import FORMAT, ModuleFile, save_module
 from vllm.v1.steering.spec.files.read import load_module, read_module, read_vectors
-from vllm.v1.steering.spec.files.reading import Reading
 from vllm.v1.steering.spec.files.vectors import VectorSet, vector_set
+from vllm.v1.steering.spec.reading import Reading
 
 __all__ = [
     "FORMAT",

@@ -29,10 +29,10 @@ from vllm.v1.residual.array_files import (
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.files.own import selected_keys
-from vllm.v1.steering.spec.files.reading import NUMBERS, Numbers, Reading
 from vllm.v1.steering.spec.files.vectors import VectorSet, vector_set
 from vllm.v1.steering.spec.parse import HOOKS
 from vllm.v1.steering.spec.provenance import Provenance
+from vllm.v1.steering.spec.reading import NUMBERS, Numbers, Reading
 
 _NUMBER = re.compile(r"(?:(?:layer|layers|direction|hidden_states)[._]?)?(\d{1,4})")
 

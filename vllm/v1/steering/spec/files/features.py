@@ -6,9 +6,9 @@ from pathlib import Path
 from vllm.v1.residual.sae.files import SAEFileError
 from vllm.v1.residual.sae.load import load_sae
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.files.reading import Reading
 from vllm.v1.steering.spec.files.vectors import VectorSet, vector_set
 from vllm.v1.steering.spec.provenance import Provenance
+from vllm.v1.steering.spec.reading import Reading
 
 
 def read_feature(path: Path, reading: Reading) -> VectorSet:

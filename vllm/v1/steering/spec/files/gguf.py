@@ -22,9 +22,9 @@ import numpy as np
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.files.own import selected_keys
-from vllm.v1.steering.spec.files.reading import Layers
 from vllm.v1.steering.spec.files.vectors import VectorSet, vector_set
 from vllm.v1.steering.spec.provenance import Provenance
+from vllm.v1.steering.spec.reading import Layers
 
 ARCHITECTURE = "controlvector"
 HOOK = "post_block"

@@ -20,8 +20,8 @@ from vllm.v1.residual.plain_data import unique_object
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.describe import FIELDS
-from vllm.v1.steering.spec.files.reading import Reading
 from vllm.v1.steering.spec.provenance import Provenance, Source
+from vllm.v1.steering.spec.reading import Reading
 
 FORMAT = "clearbox-steering-v1"
 

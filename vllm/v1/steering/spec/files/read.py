@@ -21,10 +21,10 @@ from vllm.v1.steering.spec.files.own import (
     read_json,
     read_safetensors,
 )
-from vllm.v1.steering.spec.files.reading import Reading
 from vllm.v1.steering.spec.files.svec import read_svec
 from vllm.v1.steering.spec.files.vectors import VectorSet, additions_of
 from vllm.v1.steering.spec.provenance import Source
+from vllm.v1.steering.spec.reading import Reading
 
 OURS = (".safetensors", ".json")
 DICTIONARIES = (".pt", ".pth", ".npy", ".npz")

@@ -13,9 +13,9 @@ from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.files.own import ModuleFile, save_module
-from vllm.v1.steering.spec.files.reading import Reading
 from vllm.v1.steering.spec.parse import HOOKS, SteeredModel, parse_vectors
 from vllm.v1.steering.spec.provenance import Provenance, Source, norms_of
+from vllm.v1.steering.spec.reading import Reading
 
 
 @dataclass(frozen=True, slots=True)
