@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's final norm and unembedding, applied to rows of any layer."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -12,7 +13,6 @@ from torch import nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.models.utils import PPMissingLayer
-from vllm.v1.readouts.worker.agreement import failing_together
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.readouts.worker.top_tokens import MOST, top_tokens
 
@@ -171,11 +171,12 @@ class Head:
         parts = []
         for start in range(0, len(rows), self.rows_at_once):
             span = slice(start, start + self.rows_at_once)
-            found = self.shared_logits(rows[span], adapters and adapters[span], error)
-            if found is None or not self.keeps_logits:
-                continue
             try:
-                parts.append(top_values(found, top_k, tokens))
+                found = self.shared_logits(
+                    rows[span], adapters and adapters[span], error
+                )
+                if found is not None and self.keeps_logits:
+                    parts.append(top_values(found, top_k, tokens))
             except Exception as raised:  # The other ranks would wait with further rows.
                 error = raised
         if error is not None:
@@ -193,7 +194,9 @@ class Head:
     ) -> torch.Tensor | None:
         """As `logits`, of rows that under tensor parallelism only rank 0 has.
 
-        If a rank fails before the logits are gathered, all do.
+        A rank that fails takes part all the same: its share of the logits is NaN, which
+        makes all log-probabilities of these rows NaN. To agree on an error before
+        takes the host of each rank as long as the rest, and is needed in no other step.
 
         Args:
             rows: `[n, hidden_size]`, `n` at most `rows_at_once`; only the number counts
@@ -210,10 +213,24 @@ class Head:
         if self.keeps_logits and error is None:
             sent = rows
         _broadcast(sent)
-        with failing_together() as agree, self._before_gathering(agree):
-            if error is not None:
-                raise error
-            return self.logits(sent, adapters)
+        gathered: list[bool] = []
+        try:
+            with self._seeing(gathered):
+                if error is not None:
+                    raise error
+                return self.logits(sent, adapters)
+        except Exception:
+            if not gathered:
+                self._gather_nothing(sent)
+            raise
+
+    def _gather_nothing(self, rows: torch.Tensor) -> None:
+        """Take part in gathering the logits of rows with NaN."""
+        gathers = self._processors[-1]
+        width = self._unadapted.num_embeddings_per_partition
+        dtype = getattr(gathers, "head_dtype", None) or rows.dtype
+        nothing = rows.new_full((len(rows), width), math.nan, dtype=dtype)
+        gathers._gather_logits(nothing)
 
     def no_rows(self, count: int) -> torch.Tensor:
         """What stands for rows that this rank does not have, without memory."""
@@ -223,8 +240,8 @@ class Head:
         return self._received[:1].expand(count, -1)
 
     @contextmanager
-    def _before_gathering(self, called: Callable[[], None]) -> Iterator[None]:
-        """Let the model's head call this before it gathers the logits of all ranks."""
+    def _seeing(self, gathered: list[bool]) -> Iterator[None]:
+        """Append to `gathered` when the head gathers the logits of all ranks."""
         for one in self._processors:
             gather = one._gather_logits
 
@@ -232,7 +249,7 @@ class Head:
                 logits: torch.Tensor,
                 gather: Callable[[torch.Tensor], torch.Tensor] = gather,
             ) -> torch.Tensor:
-                called()
+                gathered.append(True)
                 return gather(logits)
 
             one._gather_logits = gathers

@@ -23,6 +23,12 @@ logger = init_logger(__name__)
 MOST_WAITING_BYTES = 1 << 18
 """Largest results of a step that are kept until they are sent with later ones."""
 
+LENS_FAILED = (
+    "the logits are not numbers: the stream overflowed, or another tensor-parallel "
+    "rank failed, whose log then says why"
+)
+"""Error of a lens."""
+
 
 @dataclass(slots=True)
 class JobResult:
@@ -58,6 +64,9 @@ class PendingReadouts:
         if self.done is not None:
             self.done.synchronize()
         self.kept.clear()
+        for result in self.results:
+            if result.entries and result.entries[0].readout.kind == "lens":
+                _find_failures(result)
         if self.table is not None and self._stays_whole():
             # Copied, because pinned memory is scarce and these wait for later steps.
             arrays = [
@@ -128,6 +137,19 @@ def _merged(taps: Sequence[Tap], pieces: Sequence[_Piece]) -> list[ReadoutPart]:
     return [
         ReadoutPart(first.name, first.start, first.count, arrays, reduced=first.reduced)
     ]
+
+
+def _find_failures(result: JobResult) -> None:
+    """Let NaN be an error of a lens: no number is the log-probability of its token."""
+    failed = np.zeros(0, dtype=bool)
+    for array in result.arrays.values():
+        if array.is_floating_point() and array.isnan().any():
+            failed = array.isnan().flatten(1).any(1).numpy()
+    if not failed.any():
+        return
+    for number, entry in enumerate(result.entries):
+        if failed[entry.first : entry.first + entry.num_rows].any():
+            result.errors[number] = LENS_FAILED
 
 
 def _part(
