@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,20 @@ def test_rows_of_several_requests_are_found_by_name_as_often_as_wanted() -> None
     assert consumer.store.drop("train") == told
     assert consumer.store.free_bytes == consumer.store.max_bytes
     assert torch.equal(one.rows[0, "pre_attn"], ROWS[0, "pre_attn"])
+
+
+def test_several_servers_would_not_share_the_rows() -> None:
+    two: Any = SimpleNamespace(
+        capture_config=SimpleNamespace(host_memory_bytes=1 << 20),
+        parallel_config=SimpleNamespace(_api_process_count=2),
+    )
+    for consumer in (MemoryConsumer, PatchSourceConsumer):
+        with pytest.raises(CaptureValidationError, match="--api-server-count 1") as why:
+            consumer(two, {})
+        assert (why.value.parameter, why.value.value) == (
+            f"capture_consumers.{consumer.kind}",
+            2,
+        )
 
 
 def test_without_a_name_a_request_is_kept_under_its_id() -> None:
