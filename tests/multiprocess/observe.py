@@ -304,6 +304,9 @@ READOUTS: dict[str, Any] = {
         "reduce": "max",
     },
     "both": {"kind": "custom", "fn": scaled, "hooks": {"post_block": [0, 3]}},
+    "patterns": {"kind": "attention", "positions": "all", "keys": [0, 3, 20]},
+    "largest": {"kind": "attention", "positions": "all", "top_k": 4},
+    "pattern": {"kind": "attention", "layers": [3], "heads": [1], "full": True},
     "first_two": {"kind": "custom", "fn": scaled, "hooks": {"post_attn": [0, 1]}},
 }
 """Readouts of each stage's layers, and of several stages'."""
@@ -339,7 +342,11 @@ def feature_options(root: Path) -> dict[str, Any]:
     options = write_modules(modules).options
     options["sae"][SAE] = str(save_transcoder(modules / SAE))
     options["steering_modules"] = {NAMED: str(save_named(modules))}
-    return options | {"vllm_lens_api": True, "enable_readouts": True}
+    return options | {
+        "vllm_lens_api": True,
+        "enable_readouts": True,
+        "hook_points": ["q"],
+    }
 
 
 def observe(order: Order) -> dict[str, Any]:

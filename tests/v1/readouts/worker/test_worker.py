@@ -163,6 +163,7 @@ def configuration(stages: int) -> Any:
         parallel_config=parallel,
         lora_config=None,
         max_concurrent_batches=stages,
+        speculative_config=None,
     )
 
 

@@ -165,6 +165,10 @@ def _part(
     if entry.reduced:
         own = {label: one[number] for label, one in arrays.items()}
         return ReadoutPart(name, start, entry.count, own, reduced=True)
+    if entry.readout.kind == "attention" and "all.weights" in arrays:
+        found = {label.removeprefix("all."): one for label, one in arrays.items()}
+        own = {label: one[number : number + 1] for label, one in found.items()}
+        return ReadoutPart(name, start, entry.count, own)
     if entry.readout.kind in ("attention", "attribution"):
         mine = f"{number}."
         own = {k.removeprefix(mine): v for k, v in arrays.items() if k.startswith(mine)}

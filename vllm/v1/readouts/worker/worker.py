@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker.agreement import failing_together
-from vllm.v1.readouts.worker.attention import AttentionPatterns
+from vllm.v1.readouts.worker.attention import AttentionPatterns, asked
 from vllm.v1.readouts.worker.attribution import Attribution
 from vllm.v1.readouts.worker.head import ELSEWHERE, Head
 from vllm.v1.readouts.worker.head_parts import HeadParts
@@ -112,7 +112,8 @@ class WorkerReadouts:
         self._shared = parallel.tensor_parallel_size > 1
         rows = torch.empty(0, self._width, dtype=dtype, device=device)
         self.head = Head(model, last_layer, vocab_size, rows, adapts, self._shared)
-        self.patterns = AttentionPatterns(attention, self._width, device)
+        known = vllm_config.speculative_config is None
+        self.patterns = AttentionPatterns(attention, self._width, device, known)
         self._has_rows = get_tensor_model_parallel_rank() == 0
         self.head.keeps_logits = self._has_rows
         self._stages = Stages.of(vllm_config, get_pp_group().rank_in_group)
@@ -256,8 +257,10 @@ class WorkerReadouts:
             case "sae":
                 sae = modules.sae(readout.module)
                 return "sae", sae, readout.top_k, readout.features
-            case "norm" | "attention" as kind:
-                return (kind,)
+            case "norm":
+                return ("norm",)
+            case "attention":
+                return "attention", *asked(readout)
             case "rows" if readout.reduce != "none":
                 return "reduce", readout.reduce, len(readout.taps)
             case "rows":
