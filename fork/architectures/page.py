@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from fork.architectures.registry import LIBRARY, MULTIMODAL, TEXT
 from fork.architectures.reports import ArchitectureReport, LayerReport
+from fork.architectures.unproven import Results, stands_in, unexplained
 
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
-Results = Mapping[str, Mapping[str, Any]]
-"""Results of the parity suite: an entry per architecture, dtype and device."""
 
 _TITLES = {
     TEXT: "Text generation",
@@ -58,9 +57,10 @@ class _CaseName(NamedTuple):
 
 
 def _lacking(layer: LayerReport) -> Iterator[str]:
-    for reason in dict.fromkeys(why for _, why in layer.lacks):
-        points = [point for point, why in layer.lacks if why == reason]
-        yield f"without {' and '.join(points)}: {reason}"
+    for found, where in ((layer.lacks, ""), (layer.sometimes, " in some layers")):
+        for reason in dict.fromkeys(why for _, why in found):
+            points = [point for point, why in found if why == reason]
+            yield f"without {' and '.join(points)}{where}: {reason}"
 
 
 def page(rows: list[ArchitectureReport], results: Results) -> str:
@@ -71,6 +71,7 @@ def page(rows: list[ArchitectureReport], results: Results) -> str:
         parts += ["", f"## {title}", "", *_table(of_kind, results)]
     parts += ["", "## Inside the block", "", *_inside(results)]
     parts += ["", "## Not proven, and why", "", *_not_proven(rows, results)]
+    parts += ["", "## Proven under other names", "", *_instead(rows, results)]
     parts += ["", "## How some were compared", "", *_notes(results)]
     parts += ["", "## Refused and conditional", "", *_reasons(rows), ""]
     return "\n".join(parts)
@@ -166,6 +167,18 @@ def _not_proven(rows: list[ArchitectureReport], results: Results) -> Iterator[st
     for text, names in sorted(about.items()):
         which = (f"{n} ({', '.join(sorted(d))})" for n, d in names.items())
         yield f"- {', '.join(which)}: {text}."
+    if missed := list(unexplained(rows, results)):
+        yield f"- {', '.join(missed)}: no case is written."
+
+
+def _instead(rows: list[ArchitectureReport], results: Results) -> Iterator[str]:
+    """What stands in for a proof, with the architectures that have none by name."""
+    about: dict[str, list[str]] = {}
+    for architecture, text in stands_in(rows, results).items():
+        if text:
+            about.setdefault(text, []).append(architecture)
+    for text, names in sorted(about.items()):
+        yield f"- {', '.join(names)}: {text}."
 
 
 def _notes(results: Results) -> Iterator[str]:
@@ -221,6 +234,9 @@ def _conditions(row: ArchitectureReport) -> Iterator[str]:
         if layer.meaning:
             yield f"{layer.name}: {layer.meaning}"
         yield from (f"{layer.name}: {text}" for text in _lacking(layer))
+        if layer.partial:
+            points = " and ".join(layer.partial)
+            yield f"{layer.name}: {points} with one tensor-parallel rank only"
         yield from (f"refused with {reason}" for reason in layer.unless)
     if row.note and row.layers and not row.wraps and row.table != LIBRARY:
         yield row.note

@@ -40,6 +40,10 @@ class LayerReport:
     """Configurations that are refused when the server starts."""
     lacks: tuple[tuple[str, str], ...] = ()
     """The optional points that it does not have, each with the reason."""
+    sometimes: tuple[tuple[str, str], ...] = ()
+    """The points that only some layers have, each with the reason of the others."""
+    partial: tuple[str, ...] = ()
+    """The points that it has with one tensor-parallel rank only."""
     meaning: str = ""
     """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
 
@@ -208,5 +212,7 @@ def _layer(path: str, layer: TappedLayer | RefusedLayer) -> LayerReport:
         rule=layer.rule,
         unless=layer.unless,
         lacks=tuple(layer.lacks.items()),
+        sometimes=tuple(layer.sometimes.items()),
+        partial=layer.partial,
         meaning=layer.meaning,
     )

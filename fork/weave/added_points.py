@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import libcst as cst
 
 from .events import Event, Trace
+from .mlp_points import MLP_OUT
 from .placement import BLOCK, POST, Site, final_terms, merged
-from .stream import Role, Unprovable, sublayers
+from .stream import Role, Term, Unprovable, sublayers
 
 ATTN_ADD, MLP_ADD = "attn_add", "mlp_add"
 _BRANCHES = {
@@ -82,15 +83,23 @@ def _operand(event: Event, index: int) -> cst.CSTNode:
 
 def is_partial(traces: Sequence[Trace], point: str) -> bool:
     """Whether what the point holds is summed over the ranks after it."""
-    partial = f"partial {stream_behind(point)}"
+    behind = BLOCK if point == MLP_OUT else stream_behind(point)
+    partial = f"partial {behind}"
     return any(
-        term.point == point and (weight.reductions or event.label == partial)
+        point in _held(term) and (weight.reductions or event.label == partial)
         for trace in traces
         for event in trace.events
         for tensor in event.tensors
         if tensor is not None
         for term, weight in tensor.terms.items()
     )
+
+
+def _held(term: Term) -> set[str | None]:
+    """The point of a term, and those that were tapped directly before it."""
+    if term.point is None or term.role is Role.TAP:
+        return {term.point}
+    return {term.point}.union(*map(_held, term.reads))
 
 
 def prove_added(trace: Trace, point: str) -> None:

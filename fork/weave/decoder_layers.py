@@ -52,6 +52,8 @@ class TappedLayer:
     """The optional points that it does not have, each with the reason."""
     partial: tuple[str, ...] = ()
     """The points that it has with one tensor-parallel rank only."""
+    sometimes: Mapping[str, str] = field(default_factory=dict)
+    """The points that only some layers have, each with the reason of the others."""
     meaning: str = ""
     """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
 
@@ -169,6 +171,9 @@ class _Plan:
             unless=tuple(self.rule.unless.values()),
             lacks=self.lacks,
             partial=self.partial,
+            sometimes={
+                point: one.why for one in self.rule.sometimes for point in one.points
+            },
             meaning=self.meaning,
         )
 
@@ -182,9 +187,10 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
     traces = _traces(cls, rule)
     meaning = _meaning(traces) if rule.proven else ""
     plan = _Plan(cls, rule, _sites(cls, rule, traces), meaning=meaning)
-    plan = _with(plan, parsed, MLP_POINTS, lambda early: place_mlp(traces, early))
+    of_mlp = _traces(cls, rule, MLP_POINTS[0])
+    plan = _with(plan, parsed, MLP_POINTS, lambda early: place_mlp(of_mlp, early))
     for point in ADDED_POINTS:
-        place = partial(place_added, traces, point)
+        place = partial(place_added, _traces(cls, rule, point), point)
         plan = _with(plan, parsed, (point,), place)
     return plan
 
@@ -197,15 +203,17 @@ def _with(
 ) -> _Plan:
     """The plan with optional points, or with the reason why the layer lacks them."""
     reason = ""
+    by_hand = {anchor.point for anchor in plan.rule.anchors}
     for early in (False, True):
         try:
-            added = replace(plan, sites=(*plan.sites, *place(early)))
+            fresh = [] if by_hand >= {*points} else place(early)
+            added = replace(plan, sites=(*plan.sites, *fresh))
             traces = _prove(_woven(parsed, [added]), added)
         except Unprovable as error:
             reason = reason or str(error)
         else:
             summed_later = [
-                p for p in points if p in ADDED_POINTS and is_partial(traces, p)
+                p for p in points if p != MLP_POINTS[0] and is_partial(traces, p)
             ]
             return replace(added, partial=(*plan.partial, *summed_later))
     return replace(plan, lacks={**plan.lacks, **dict.fromkeys(points, reason)})
@@ -235,7 +243,9 @@ def _woven(parsed: Module, plans: list[_Plan]) -> Module:
         for site in sorted(plan.sites, key=lambda site: _ORDER.index(site.point))
     ]
     records = {
-        p.cls.node: Decoration(p.points(), p.rule.unless, p.rule.runs, p.partial)
+        p.cls.node: Decoration(
+            p.points(), p.rule.unless, p.rule.runs, p.partial, p.rule.sometimes
+        )
         for p in own
     }
     return Module(insert(parsed.tree, sites, records))
@@ -245,23 +255,33 @@ def _prove(woven: Module, plan: _Plan) -> list[Trace]:
     if not plan.sites:
         return []
     points = plan.points()
-    traces = _traces(woven.classes[plan.name], plan.rule)
-    for trace in traces:
-        if plan.rule.proven:
+    cls = woven.classes[plan.name]
+    traces = _traces(cls, plan.rule)
+    if plan.rule.proven:
+        for trace in traces:
             prove(trace, several_mixers=plan.rule.several_mixers)
-        if set(MLP_POINTS) <= set(points):
+    if set(MLP_POINTS) <= set(points):
+        for trace in _traces(cls, plan.rule, MLP_POINTS[0], traces):
             prove_mlp(trace)
-        for point in ADDED_POINTS:
-            if point in points:
-                prove_added(trace, point)
+    for point in (point for point in ADDED_POINTS if point in points):
+        for trace in _traces(cls, plan.rule, point, traces):
+            prove_added(trace, point)
     return traces
 
 
-def _traces(cls: LayerClass, rule: Rule) -> list[Trace]:
+def _traces(
+    cls: LayerClass, rule: Rule, point: str = "", known: list[Trace] | None = None
+) -> list[Trace]:
+    """The paths on which a point is proven; those of all points, if not fewer."""
+    more = rule.assumed(point)
+    if known is not None and not more:
+        return known
     return [
         trace
         for case in rule.cases
-        for trace in Interpreter(cls, cls.methods["forward"], case, rule).traces()
+        for trace in Interpreter(
+            cls, cls.methods["forward"], {**case, **more}, rule
+        ).traces()
     ]
 
 

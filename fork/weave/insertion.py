@@ -13,12 +13,19 @@ import libcst.matchers as m
 
 from .layer_class import code
 from .placement import Site
+from .rules import Sometimes
 
 _PROPERTY = """@property
 def hook_points_unless(self) -> tuple[str, ...]:
     reasons = (
 {pairs}    )
     return tuple(reason for met, reason in reasons if met)
+"""
+_LACKING = """@property
+def hook_points_lacking(self) -> dict[str, str]:
+    reasons = (
+{pairs}    )
+    return {{point: why for met, points, why in reasons if met for point in points}}
 """
 _RUNS = """@property
 def hook_points_runs(self) -> dict[int, str]:
@@ -36,6 +43,7 @@ class Decoration:
     runs: str = ""
     partial: tuple[str, ...] = ()
     """The points that hold partial sums where there are several ranks."""
+    sometimes: tuple[Sometimes, ...] = ()
 
     def decorator(self) -> cst.Decorator:
         """The decorator that records the points."""
@@ -45,9 +53,12 @@ class Decoration:
         return cst.Decorator(cst.parse_expression(text))
 
     def members(self) -> list[cst.BaseStatement]:
-        """The properties `hook_points_unless` and `hook_points_runs`, if needed."""
+        """The properties `hook_points_unless`, `..._lacking`, `..._runs`, if needed."""
         pairs = "".join(f"({met}, {why!r}),\n" for met, why in self.unless.items())
         texts = [_PROPERTY.format(pairs=indent(pairs, " " * 8))] if pairs else []
+        few = [(one.lacking, one.points, one.why) for one in self.sometimes]
+        pairs = "".join(f"({met}, {names!r}, {why!r}),\n" for met, names, why in few)
+        texts += [_LACKING.format(pairs=indent(pairs, " " * 8))] if pairs else []
         texts += [_RUNS.format(runs=self.runs)] if self.runs else []
         statements = [cst.parse_statement(text) for text in texts]
         line = cst.EmptyLine(indent=False)

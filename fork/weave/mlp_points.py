@@ -14,7 +14,7 @@ import libcst.matchers as m
 
 from .events import Event, Trace
 from .layer_class import code
-from .placement import BLOCK, Site, final_terms, merged
+from .placement import Site, final_terms, merged
 from .stream import Role, Term, Unprovable
 
 MLP_IN, MLP_OUT = "mlp_in", "mlp_out"
@@ -117,17 +117,9 @@ def prove_mlp(trace: Trace) -> None:
         raise Unprovable(f"an MLP's output goes around {MLP_OUT}")
     if any(MLP_IN in _points_before(term) for term in _mixers(trace)):
         raise Unprovable(f"a token mixer reads {MLP_IN}")
-    if any(e.kind == "tap" and e.label == f"partial {BLOCK}" for e in trace.events):
-        raise Unprovable(f"{MLP_OUT} is not reduced over ranks in the layer")
     for event in trace.events:
         if event.kind == "mlp" and not _only_from_tap(event):
             raise Unprovable(f"{event.label} reads more than {MLP_IN}")
-    for event in trace.events:
-        for tensor in filter(None, event.tensors):
-            if any(
-                t.point == MLP_OUT and w.reductions for t, w in tensor.terms.items()
-            ):
-                raise Unprovable(f"{MLP_OUT} is reduced over ranks after it")
 
 
 def _mixers(trace: Trace) -> set[Term]:

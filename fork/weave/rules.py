@@ -25,6 +25,21 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sometimes:
+    """Optional points that only some layers of a class have, as configured."""
+
+    points: tuple[str, ...]
+    cases: Mapping[str, bool]
+    """Outcomes of conditions in `forward` for which the points are proven."""
+    lacking: str
+    """Expression over `self` that is true for a layer without them.
+
+    Evaluated at start-up through `hook_points_lacking`.
+    """
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Facts about one class that its `forward` does not show."""
 
@@ -39,6 +54,7 @@ class Rule:
 
     Evaluated at start-up through `hook_points_unless`.
     """
+    sometimes: tuple[Sometimes, ...] = ()
     adding: tuple[str, ...] = ()
     """Norms built elsewhere that return `(norm(x + residual), x + residual)`."""
     made: Mapping[str, str] = field(default_factory=dict)
@@ -68,12 +84,20 @@ class Rule:
     last: tuple[str, ...] = ()
     """Statements to insert after the last tap."""
     anchors: tuple[Anchor, ...] = ()
-    """Calls placed by hand, which replace those of the analysis for their points."""
+    """Calls placed by hand, which replace those of the analysis for their points.
+
+    Those of optional points are proven like the analysis's own.
+    """
     points: tuple[str, ...] = ("pre_attn", "post_attn", "post_block")
     several_mixers: bool = False
     """Whether a token mixer may add to the stream after `post_attn`."""
     proven: bool = True
     """False if the proof does not apply; the reason then says how it was checked."""
+
+    def assumed(self, point: str) -> Mapping[str, bool]:
+        """The outcomes of conditions for which an optional point is proven."""
+        own = (one.cases for one in self.sometimes if point in one.points)
+        return next(own, {})
 
     @property
     def enters_split(self) -> str:
@@ -112,10 +136,25 @@ def _either(
     return tuple({condition: value, **(others or {})} for value in (False, True))
 
 
+def _scaled_in_half(condition: str) -> tuple[Sometimes, ...]:
+    """A layer that scales the stream behind its attention in float16 only."""
+    half = "hidden_states.dtype == torch.float16"
+    return (
+        Sometimes(
+            points=("attn_add",),
+            cases={half: False},
+            lacking=f"{condition} and self.input_layernorm.weight.dtype == "
+            "torch.float16",
+            why="in float16 the stream is scaled behind what attention adds",
+        ),
+    )
+
+
 _POST_LN = (
     "the other outcome is post-LN: the stream itself is normed, the same places "
     "hold it and everything later is computed from it"
 )
+_LATENT = "not isinstance(self.self_attn, DeepseekAttention)"
 _BUILT_IN_BASE = "its RMSNorms are built by a base class in another module"
 
 RULES: Mapping[str, Rule] = {
@@ -146,6 +185,7 @@ RULES: Mapping[str, Rule] = {
         ),
         split=_everywhere("self.use_sequence_parallel_moe")
         | {"pre_attn": "input_is_sequence_parallel"},
+        sometimes=_scaled_in_half(_LATENT),
         last=(_LONE_TOKEN,),
         anchors=(
             Anchor(
@@ -156,6 +196,13 @@ RULES: Mapping[str, Rule] = {
                 after=True,
             ),
         ),
+    ),
+    f"{_MODELS}AXK1:AXK1DecoderLayer": Rule(
+        reason="in float16 it scales the stream", sometimes=_scaled_in_half(_LATENT)
+    ),
+    f"{_MODELS}openpangu:OpenPanguDecoderLayer": Rule(
+        reason="in float16 it scales the stream",
+        sometimes=_scaled_in_half("self.routed_scaling_factor is not None"),
     ),
     f"{_MODELS}longcat_flash:FlashDecoderLayer": Rule(
         reason="two attentions and two MLPs a block: post_attn is the first "
@@ -308,6 +355,22 @@ RULES: Mapping[str, Rule] = {
                 arguments=("attention_output", "residual"),
                 statement="mlp_output += attention_output",
             ),
+            Anchor(
+                point="mlp_in",
+                method="value",
+                arguments=("mlp_layernorm_out",),
+                statement="mlp_output, mlp_bias = self.mlp(",
+            ),
+            *(
+                Anchor(
+                    point=point,
+                    method="value",
+                    arguments=("mlp_output",),
+                    statement="if self.reduce_row_parallel_results and mlp_bias is not",
+                    after=True,
+                )
+                for point in ("mlp_out", "mlp_add")
+            ),
         ),
         cases=(
             {
@@ -320,6 +383,7 @@ RULES: Mapping[str, Rule] = {
                     "self.config.parallel_attn": True,
                     "self.reduce_row_parallel_results": False,
                     "attention_bias is not None": False,
+                    "mlp_bias is not None": False,
                     "self.config.num_ln_in_parallel_attn == 2": norms == 2,
                     "self.config.num_ln_in_parallel_attn == 1": norms == 1,
                 }
@@ -348,6 +412,14 @@ RULES: Mapping[str, Rule] = {
         reason="after the MLP a per-layer embedding is added and the stream is scaled; "
         "post_block is what leaves the layer",
         beside=("per_layer_projection",),
+        sometimes=(
+            Sometimes(
+                points=("mlp_in", "mlp_out"),
+                cases={"self.enable_moe_block": False},
+                lacking="self.enable_moe_block",
+                why="an MLP and experts read different norms of the stream",
+            ),
+        ),
     ),
     f"{_MODELS}zamba2:Zamba2HybridLayer": Rule(
         reason="the shared transformer only feeds the mamba layer inside, which adds "
@@ -431,8 +503,9 @@ REFUSED: Mapping[str, str] = {
     "models/flint/model:FlintDecoderLayer": _FUSED_DECODE,
     "models/muse_spark/amd/model:MuseSpark1xDecoderLayer": _FUSED_BOUNDARY,
     "models/muse_spark/nvidia/model:MuseSpark1xDecoderLayer": _FUSED_BOUNDARY,
-    f"{_MODELS}gemma3n:Gemma3nDecoderLayer": "AltUp: four streams are predicted and "
-    "corrected in every block, no single tensor is the residual stream",
+    f"{_MODELS}gemma3n:Gemma3nDecoderLayer": "AltUp: a block predicts four streams, "
+    "computes its sublayers on one of them and corrects all four by it, so that no "
+    "single tensor is the residual stream, and points of several are not there",
     "models/inkling/amd/model:InklingDecoderLayer": _DEFERRED,
     "models/inkling/nvidia/model:InklingDecoderLayer": _DEFERRED,
     "models/deepseek_v4/amd/model:DeepseekV4DecoderLayer": _HYPER,
@@ -525,7 +598,10 @@ LOOPS: Mapping[str, str] = {
 }
 """By model class: what it does to the stream between or around its layers."""
 
-_AUDIO = "an encoder-decoder model that turns audio or images into text"
+_AUDIO = (
+    "an encoder-decoder model: a second attention of each decoder layer reads what an "
+    "encoder made of audio or images, and no rule places the points around it"
+)
 
 MODELS: Mapping[str, str] = {
     "AliceAIForCausalLM": "each layer mixes the outputs of earlier groups of layers, "

@@ -92,7 +92,8 @@ class Case:
     @property
     def differing(self) -> Mapping[str, str]:
         """Points inside the block that the library computes otherwise, and how."""
-        return DIFFERING.get(self.architecture, {})
+        own = DIFFERING.get(f"{self.architecture} {self.variant}", {})
+        return {**DIFFERING.get(self.architecture, {}), **own}
 
     @property
     def name(self) -> str:

@@ -36,6 +36,7 @@ ROUTERS = ("gate", "router")
 _IN_PAIRS = "the library has the numbers of a head in another order"
 DIFFERING: Mapping[str, Mapping[str, str]] = {
     "BloomForCausalLM": {"attn_out": "the library adds the stream to it there"},
+    "FalconForCausalLM sequential": {"attn_out": "upstream adds its bias afterwards"},
     "Llama4ForCausalLM": {"q": _IN_PAIRS, "k": _IN_PAIRS},
     "Llama4ForConditionalGeneration": {"q": _IN_PAIRS, "k": _IN_PAIRS},
     "MiniCPM3ForCausalLM": {
@@ -49,7 +50,7 @@ DIFFERING: Mapping[str, Mapping[str, str]] = {
         "k": "the library counts positions from 1",
     },
 }
-"""By architecture: points that the library computes otherwise."""
+"""By architecture, or one's variant: points that the library computes otherwise."""
 Tap = tuple[int, str]
 
 
@@ -144,7 +145,7 @@ class Inside:
                 continue
             if set(name.split(".")) & set(ROUTERS) and _weight(module).shape[0] > 1:
                 self._watch_router(index, module)
-            elif isinstance(module, (nn.Linear, Conv1D)):
+            elif isinstance(module, (nn.Linear, Conv1D)) and "per_layer" not in name:
                 self._watch_last(module, (index, "mlp_act"))
 
     def _watch_router(self, index: int, module: Any) -> None:

@@ -181,7 +181,7 @@ def test_a_stream_that_is_more_than_a_sum_has_no_addition() -> None:
 
 def test_an_addition_that_is_reduced_later_is_partial() -> None:
     (layer,) = woven(mini.REDUCED_LATE).layers
-    assert layer.partial == ("attn_add", "mlp_add")
+    assert layer.partial == ("mlp_out", "attn_add", "mlp_add")
     (layer,) = woven(mini.FUSED_REDUCE).layers
     assert layer.partial == ("attn_add",)
 

@@ -7,7 +7,7 @@ import pytest
 from fork.weave import decoder_layers, rules
 from fork.weave.decoder_layers import RefusedLayer, WeaveResult, weave_module
 from fork.weave.layer_class import Module
-from fork.weave.rules import Anchor, Rule
+from fork.weave.rules import Anchor, Rule, Sometimes
 from tests.fork.weave import _miniature as mini
 from tests.fork.weave._checks import check, subjects
 
@@ -59,6 +59,82 @@ def test_a_case_leaves_paths_out_and_the_layer_says_when_it_is_refused(
     for split, expected in ((False, ()), (True, ("a split",))):
         made.split = split
         assert made.hook_points_unless == expected
+
+
+HALVED = mini.layer(
+    """
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.attn(self.ln_1(hidden_states))
+        if self.half:
+            hidden_states *= 0.5
+            residual *= 0.5
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.mlp(self.ln_2(hidden_states))
+        return residual + hidden_states
+    """
+)
+
+
+def test_a_point_of_some_layers_is_proven_for_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = Sometimes(
+        points=("attn_add",),
+        cases={"self.half": False},
+        lacking="self.half",
+        why="half",
+    )
+    (layer,) = weave_module(HALVED, MODULE).layers
+    assert "attn_add" not in layer.points
+    rule = Rule(reason="scales", sometimes=(few,))
+    monkeypatch.setattr(decoder_layers, "RULES", {KEY: rule})
+    result = weave_module(HALVED, MODULE)
+    (layer,) = result.layers
+    assert "attn_add" in layer.points and layer.sometimes == {"attn_add": "half"}
+    text = result.source or ""
+    names: dict[str, object] = {}
+    exec("class Mini:\n" + text[text.index("    @property") :], names)
+    made = names["Mini"]()  # type: ignore[operator]
+    for half, expected in ((False, {}), (True, {"attn_add": "half"})):
+        made.half = half
+        assert made.hook_points_lacking == expected
+
+
+IN_ONE_SUM = mini.layer(
+    """
+    def forward(self, hidden_states):
+        residual = hidden_states
+        normed = self.ln_1(hidden_states)
+        attention = self.attn(normed)
+        output = self.mlp(normed)
+        output += attention
+        output = tensor_model_parallel_all_reduce(output)
+        return output + residual
+    """
+)
+
+
+def test_what_an_mlp_returns_before_a_sum_over_ranks_is_a_point_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (layer,) = weave_with(monkeypatch, IN_ONE_SUM, {KEY: Rule(reason="")}).layers
+    assert "mlp_out" in layer.points and "mlp_in" in layer.points
+    assert set(layer.partial) == {"mlp_out", "attn_add", "mlp_add"}
+    behind = "output = self.mlp("
+    by_hand = tuple(
+        Anchor(
+            point=p, method="value", arguments=("output",), statement=behind, after=True
+        )
+        for p in ("mlp_out", "mlp_add")
+    )
+    before = Anchor(
+        point="mlp_in", method="value", arguments=("normed",), statement=behind
+    )
+    rule = Rule(reason="by hand", anchors=(before, *by_hand))
+    (layer,) = weave_with(monkeypatch, IN_ONE_SUM, {KEY: rule}).layers
+    assert set(layer.partial) == {"mlp_out", "attn_add", "mlp_add"}
 
 
 def test_norms_built_elsewhere_are_named_by_the_rule(

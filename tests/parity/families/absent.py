@@ -8,6 +8,7 @@ CODE = "its configuration is code that comes with its checkpoints"
 WITH_PICTURES = (
     "Transformers has its layers inside a model of pictures, and no case makes one"
 )
+DELTA = "its delta attention has no kernel on a CPU, and no case for a GPU is written"
 BACKEND = (
     "upstream's Transformers backend asks for a processor of pictures, text or not"
 )
@@ -19,9 +20,18 @@ ABSENT = {
     NO_MODEL: (
         "BailingMoeV2_5ForCausalLM",
         "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
+        "Dots3NoteForCausalLM",
+        "HfMoondream",
+        "InternS1ProForConditionalGeneration",
+        "InternS2MobiusForConditionalGeneration",
         "IQuestLoopCoderForCausalLM",
         "K2HorizonForCausalLM",
+        "KimiK3ForConditionalGeneration",
         "LongcatFlashNgramForCausalLM",
+        "Molmo2ForConditionalGeneration",
+        "MolmoForCausalLM",
+        "Moondream3ForCausalLM",
         "PanguProMoEV2ForCausalLM",
         "PanguUltraMoEForCausalLM",
         "Param2MoEForCausalLM",
@@ -30,12 +40,19 @@ ABSENT = {
         "Step3TextForCausalLM",
     ),
     CODE: ("DeciLMForCausalLM",),
+    DELTA: ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),
     WITH_PICTURES: (
-        "Glm5NextForCausalLM",
+        "CohereCompassForConditionalGeneration",
+        "Cosmos3EdgeForConditionalGeneration",
+        "Ernie4_5_VLMoeForConditionalGeneration",
         "Step3p5ForCausalLM",
     ),
     BACKEND: ("Emu3ForConditionalGeneration", "HunYuanVLForConditionalGeneration"),
-    ON_GPUS: ("HYV4ForCausalLM", "MiniMaxM3SparseForCausalLM"),
+    ON_GPUS: (
+        "HYV4ForCausalLM",
+        "MiniMaxM3SparseForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+    ),
 }
 CASES = [
     Case(

@@ -273,7 +273,23 @@ def why_missing(
     woven = (
         "no place in its layers has that value alone; `python -m fork models` says why"
     )
+    reasons |= {
+        name: why
+        for own in modules
+        for one in own
+        for name, why in _why_not_in(one, tensor_parallel).items()
+    }
     return {name: reasons.get(name, woven) for name in names}
+
+
+def _why_not_in(module: nn.Module, tensor_parallel: int) -> dict[str, str]:
+    """Why a woven layer lacks points that others of its class have."""
+    parts: tuple[str, ...] = getattr(module, "hook_points_partial", ())
+    summed = "each tensor-parallel rank has a part of the sum"
+    return {
+        **dict.fromkeys(parts if tensor_parallel > 1 else (), summed),
+        **getattr(module, "hook_points_lacking", {}),
+    }
 
 
 def _why_no_router(routed: Sequence[Any]) -> str:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+from typing import ClassVar
+
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.residual import tap as residual_tap
+from vllm.v1.worker.inner_points import why_missing
 
 
 @residual_tap.tapped("pre_attn", "post_block")
@@ -35,6 +38,17 @@ def test_a_layer_has_the_points_that_its_forward_calls() -> None:
 def test_a_forward_that_is_not_the_woven_one_has_no_points() -> None:
     assert residual_tap.hook_points(Overrides()) == ()
     assert residual_tap.hook_points(nn.Linear(1, 1)) == ()
+
+
+class Sparse(Layer):
+    hook_points_lacking: ClassVar = {"post_block": "it has experts"}
+
+
+def test_a_layer_lacks_the_points_that_only_others_of_its_class_have() -> None:
+    assert residual_tap.hook_points(Sparse()) == ("pre_attn",)
+    assert why_missing({0: Sparse()}, ["post_block"], 1) == {
+        "post_block": "it has experts"
+    }
 
 
 def test_without_taps_the_calls_return_their_arguments() -> None:

@@ -67,6 +67,7 @@ def hook_points(layer: nn.Module) -> tuple[str, ...]:
     lacks: tuple[str, ...] = cls.hook_points_partial
     if lacks and get_tensor_model_parallel_world_size() == 1:
         lacks = ()
+    lacks = (*lacks, *getattr(layer, "hook_points_lacking", ()))
     return tuple(point for point in cls.hook_points if point not in lacks)
 
 
