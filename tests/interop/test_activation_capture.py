@@ -329,7 +329,7 @@ def test_the_check_says_where_rows_differ(capsys: pytest.CaptureFixture[str]) ->
     taps = {(0, "pre_attn"): 0, (0, "post_block"): 1, (1, "pre_attn"): 1}
     found = {tap: states[at].clone() for tap, at in taps.items()}
     found[1, "post_block"] = torch.zeros(4, 8)  # the library has no such state
-    captured = check.Captured([1, 2, 3, 4], found, 2, torch.float32)
+    captured = check.Captured([1, 2, 3, 4], found, 2, "float32")
     assert check.verdict(check.compare(captured, states), captured, None) == 0
     assert "OK: 4 tokens at 3 hook points" in capsys.readouterr().out
     found[0, "post_block"] = found[0, "post_block"] * 1.001

@@ -103,7 +103,7 @@ def test_a_refused_layer_of_the_release_has_the_build_s_reason() -> None:
     refused = Gemma3nDecoderLayer.__new__(Gemma3nDecoderLayer)
     nn.Module.__init__(refused)
     (refusal,) = find(Decoder(refused, refused)).refusals
-    assert refusal.startswith("Gemma3nDecoderLayer: AltUp: four streams")
+    assert refusal.startswith("Gemma3nDecoderLayer: AltUp: a block predicts four")
 
 
 def test_a_configuration_that_is_refused_says_what_there_would_be() -> None:
