@@ -195,8 +195,8 @@ class Head:
         """As `logits`, of rows that under tensor parallelism only rank 0 has.
 
         A rank that fails takes part all the same: its share of the logits is NaN, which
-        makes all log-probabilities of these rows NaN. To agree on an error before
-        takes the host of each rank as long as the rest, and is needed in no other step.
+        makes all log-probabilities of these rows NaN, and that an error of the readout.
+        To agree on errors first, the ranks' hosts would have to meet in each such step.
 
         Args:
             rows: `[n, hidden_size]`, `n` at most `rows_at_once`; only the number counts
