@@ -17,6 +17,14 @@ from vllm.v1.engine.async_llm import AsyncLLM as EngineAsyncLLM
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
+def _arguments(given: dict[str, Any], dtype: str | torch.dtype) -> dict[str, Any]:
+    """The engine's arguments, with the consumers of the rows and the model's dtype."""
+    consumers = [*given.get("capture_consumers", ()), *CONSUMERS]
+    others = {name: one for name, one in given.items() if name != "model_dtype"}
+    model_dtype = given.get("model_dtype", dtype)
+    return {**others, "dtype": model_dtype, "capture_consumers": consumers}
+
+
 class LLM(EngineLLM):
     """vLLM's `LLM`; each output has `hidden_states` and `prefill_hidden_states`."""
 
@@ -56,9 +64,7 @@ class LLM(EngineLLM):
             last_decode_token=last_decode_token,
             dtype=dtype,
         )
-        vllm["dtype"] = vllm.pop("model_dtype", dtype)
-        vllm["capture_consumers"] = [*vllm.get("capture_consumers", ()), *CONSUMERS]
-        super().__init__(model, **vllm)
+        super().__init__(model, **_arguments(vllm, dtype))
         self.probe = self.probe.of_model(self.llm_engine.vllm_config)
 
     def generate(
@@ -106,9 +112,7 @@ class AsyncLLM:
             last_decode_token=last_decode_token,
             dtype=dtype,
         )
-        vllm["dtype"] = vllm.pop("model_dtype", dtype)
-        vllm["capture_consumers"] = [*vllm.get("capture_consumers", ()), *CONSUMERS]
-        args = AsyncEngineArgs(model=model, **vllm)
+        args = AsyncEngineArgs(model=model, **_arguments(vllm, dtype))
         self.engine = EngineAsyncLLM.from_engine_args(args)
         self.probe = self.probe.of_model(self.engine.vllm_config)
 

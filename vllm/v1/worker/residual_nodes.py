@@ -35,6 +35,10 @@ from vllm.v1.residual.model_identity import digest_of_weights
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger(__name__)
+
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds until the first packet, between two, and how many may be lost."""
 
 REMEDY = {
     "version": "install the same wheel on every node",
@@ -147,12 +151,6 @@ def _gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * world.world_size
     torch.distributed.all_gather_object(found, value, group=world.cpu_group)
     return found
-
-
-logger = init_logger(__name__)
-
-KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds until the first packet, between two, and how many may be lost."""
 
 
 def watch_nodes(

@@ -140,8 +140,7 @@ class AttentionPatterns:
         self._reserved = None
         batch = {req_id: row for row, req_id in enumerate(self._req_ids)}
         if self._are_tokens(job):
-            with failing_together():
-                tokens = self._of_tokens(job, rows, batch, further)
+            tokens = self._of_tokens(job, rows, batch, further)
             if tokens is not None:
                 return {f"all.{label}": one for label, one in tokens.items()}
         own: list[Any] = []

@@ -506,9 +506,8 @@ class WorkerReadouts:
         """The rows of a job that are sent on; None if this rank has none, or fails."""
         try:
             return self._rows(job, staging, first_row) if self._has_rows else None
-        except (
-            Exception
-        ):  # The last stage, whose ranks wait for each other, will notice.
+        except Exception:
+            # The last stage, whose ranks wait for each other, will notice.
             logger.exception("Rows for the last pipeline stage could not be copied")
             return None
 
