@@ -330,7 +330,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write JSON and plot."""
+    """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--sides", nargs="+", default=["first=", "second="], help="NAME=PYTHONPATH"

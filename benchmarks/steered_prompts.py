@@ -219,7 +219,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write JSON and plot."""
+    """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fork", default="", help="PYTHONPATH of the fork")
     parser.add_argument("--upstream", default="", help="PYTHONPATH of upstream")

@@ -14,8 +14,6 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.plots import plot_beside
-
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
@@ -36,10 +34,9 @@ def save(report: dict[str, Any], path: Path) -> None:
 
 
 def write(report: dict[str, Any], path: Path) -> None:
-    """Write a report as JSON, with its plot next to it."""
+    """Write a whole report as JSON, and say where."""
     save(report, path)
     print(f"Written to {path}")
-    plot_beside(report, path)
 
 
 def machine(load_before: tuple[float, float, float]) -> dict[str, Any]:

@@ -55,3 +55,11 @@ def test_an_engines_log_says_what_its_start_took() -> None:
         "weights_gib": 2.3,
         "kv_cache_tokens": 1234567,
     }
+
+
+def test_pages_link_every_committed_result() -> None:
+    folder = reports.ROOT / "benchmarks"
+    pages = [*folder.rglob("*.md"), *(reports.ROOT / "docs").rglob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    results = list((folder / "results").iterdir())
+    assert results and not [one.name for one in results if one.name not in text]
