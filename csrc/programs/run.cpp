@@ -73,7 +73,9 @@ class Row {
     }
     if (doses) std::copy_n(x_, width_, before_);
     act(one);
-    if (doses) {
+    if (doses && one.has(flag::kValue)) {
+      dose_of(one) = active_;
+    } else if (doses) {
       const float base = std::max(norm(before_, width_), kSmallest);
       dose_of(one) = distance(x_, before_, width_) / base;
     }
@@ -204,12 +206,12 @@ class Row {
     for (std::size_t r = 0; r < static_cast<std::size_t>(one.rank); ++r) {
       const float read = dot(x_, one.read + r * width_, width_) / by;
       const float value = read + number(one.bias, r);
-      const float active = one.activation == Activation::kSelect
-                               ? selected(one, value, by)
-                               : activated(one, value, number(one.threshold, r));
+      active_ = one.activation == Activation::kSelect
+                    ? selected(one, value, by)
+                    : activated(one, value, number(one.threshold, r));
       float amount = share * (one.c0 + number(one.own_c0, r) +
-                              (one.c1 + number(one.own_c1, r)) * active);
-      if (one.has(flag::kOnlyActive) && active == 0.0F) amount = 0.0F;
+                              (one.c1 + number(one.own_c1, r)) * active_);
+      if (one.has(flag::kOnlyActive) && active_ == 0.0F) amount = 0.0F;
       const float* w = one.write + r * width_;
       for (std::size_t i = 0; i < width_; ++i) total_[i] += amount * w[i];
       changed_ = changed_ || amount != 0.0F;
@@ -264,6 +266,7 @@ class Row {
   float* const before_;
   float* const total_;
   float norm_ = 0.0F;
+  float active_ = 0.0F;
   bool changed_ = false;
 };
 

@@ -39,6 +39,10 @@ def run(
             _decide(one, stream, tokens, gates)
             continue
         before, after = stream, stream
+        if one.flags & Flag.VALUE:
+            assert one.doses is not None, "nothing else is stored"
+            one.doses[tokens] = _low_rank_values(one, stream)[0][:, -1]
+            continue
         if one.kind == Kind.MEASURE:
             before = stream - one.read
         else:
@@ -107,6 +111,17 @@ def _replace(
 def _low_rank(
     one: Instruction, stream: Tensor, tokens: Tensor, norm: Tensor, gate: Tensor
 ) -> tuple[Tensor, Tensor]:
+    active, size = _low_rank_values(one, stream)
+    c0 = one.c0 if one.own_c0 is None else one.c0 + one.own_c0
+    c1 = one.c1 if one.own_c1 is None else one.c1 + one.own_c1
+    amount = gate * size * (c0 + c1 * active)
+    if one.flags & Flag.ONLY_ACTIVE:
+        amount = torch.where(active != 0, amount, 0.0)
+    return stream + amount @ one.written, (amount != 0).any(-1, keepdim=True)
+
+
+def _low_rank_values(one: Instruction, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """The y `[n, r]`, and by what the addition is multiplied, `[n, 1]`."""
     size = by = torch.ones_like(stream[:, :1])
     if one.flags & Flag.COSINE:
         size, by = _norm(stream), _norm(stream).clamp(min=SMALLEST)
@@ -116,15 +131,8 @@ def _low_rank(
     value = stream @ one.read.T / by
     value = value if one.bias is None else value + one.bias
     if one.activation == Activation.SELECT:
-        active = _selected(one, value, stream / by)
-    else:
-        active = _activated(one, value)
-    c0 = one.c0 if one.own_c0 is None else one.c0 + one.own_c0
-    c1 = one.c1 if one.own_c1 is None else one.c1 + one.own_c1
-    amount = gate * size * (c0 + c1 * active)
-    if one.flags & Flag.ONLY_ACTIVE:
-        amount = torch.where(active != 0, amount, 0.0)
-    return stream + amount @ one.written, (amount != 0).any(-1, keepdim=True)
+        return _selected(one, value, stream / by), size
+    return _activated(one, value), size
 
 
 def _activated(one: Instruction, value: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ TRANSCODERS = {
     "rescaled": ("blocks.1.hook_resid_pre", "constant_norm_rescale"),
 }
 """By name, where it reads, and how it normalizes; all write to `TAP`."""
+SELECTING = ("layers.1.mlp", "layers.0.mlp")
+"""Transcoders of MLPs that select the largest of all features, and of each group."""
 PLACE = {"hook_name": "blocks.1.hook_resid_post"}
 
 
@@ -52,6 +54,11 @@ def write_saes(folder: Path) -> dict[str, str]:
             metadata={"hook_name": reads, "hook_name_out": PLACE["hook_name"]},
             normalize_activations=norm,
         )
+    for name, activation in zip(SELECTING, ("topk", "groupmax"), strict=True):
+        said = {"d_in": _models.HIDDEN, "num_latents": FEATURES, "k": 50}
+        _layouts.sparsify(
+            folder / name, parts, transcode=True, activation=activation, **said
+        )
     for norm in ("constant_norm_rescale", "layer_norm"):
         _layouts.saelens(
             folder / norm,
@@ -72,7 +79,12 @@ def steered(
     (folder / "saes").mkdir()
     paths = write_saes(folder / "saes")
     llm = _engine.engine(
-        path, max_num_batched_tokens=32, max_num_seqs=4, sae=paths, max_steering_ops=12
+        path,
+        max_num_batched_tokens=32,
+        max_num_seqs=4,
+        sae=paths,
+        max_steering_ops=12,
+        hook_points=["mlp_in", "mlp_out"],
     )
     saes = {name: load_sae(one) for name, one in paths.items()}
     yield llm, _models.Reference(path), saes
@@ -102,8 +114,8 @@ def changed(sae: SparseAutoencoder, wanted: Wanted, x: torch.Tensor) -> torch.Te
     return x + change
 
 
-def entries(name: str, wanted: Wanted) -> dict[str, Any]:
-    layer, hook = TAP
+def entries(name: str, wanted: Wanted, tap: tuple[int, str] = TAP) -> dict[str, Any]:
+    layer, hook = tap
     made = [
         {
             "op": "feature",
@@ -136,7 +148,7 @@ def test_features_are_set_added_to_and_scaled(steered: Any) -> None:
     llm, reference, saes = steered
     cases: list[tuple[str, Wanted]] = []
     for name, sae in saes.items():
-        if name in TRANSCODERS:
+        if sae.is_transcoder:
             continue
         first, second, third = active(reference, sae)
         cases += [
@@ -171,13 +183,13 @@ def test_features_are_set_added_to_and_scaled(steered: Any) -> None:
         assert (plain - expected).abs().max() / largest > 1e-3, (name, wanted)
 
 
-@pytest.mark.parametrize("name", TRANSCODERS)
+@pytest.mark.parametrize("name", [*TRANSCODERS, *SELECTING])
 def test_a_transcoder_reads_in_one_place_and_writes_in_another(
     steered: Any, name: str
 ) -> None:
     llm, reference, saes = steered
     sae = saes[name]
-    reads = sae.reads.tap
+    reads, writes = sae.reads.tap, sae.writes.tap
     probe = torch.randn(_models.HIDDEN, generator=torch.Generator().manual_seed(1))
     found: list[torch.Tensor] = []
 
@@ -188,7 +200,9 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
     reference.logprobs(PROMPT, {reads: read})
     share = (encode(sae, found[-1]) != 0).double().mean(dim=0)
     first, second, *_ = map(int, (share - 0.5).abs().argsort())
-    when = {"probe": probe, "layer": 1, "hook": "pre_attn", "above": 0.0}
+    decides = (writes[0], "pre_attn")
+    layer, hook = decides
+    when = {"probe": probe, "layer": layer, "hook": hook, "above": 0.0}
     cases: list[tuple[Wanted, Any]] = [
         ({first: ("set", 5.0, False), second: ("scale", -2.0, False)}, None),
         ({first: ("add", 3.0, True), second: ("add", 2.0, False)}, None),
@@ -196,8 +210,8 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
     ]
     sampling = []
     for wanted, gate in cases:
-        spec = entries(name, wanted)
-        for entry in spec["post_block"][1]:
+        spec = entries(name, wanted, writes)
+        for entry in spec[writes[1]][writes[0]]:
             entry |= {} if gate is None else {"when": gate}
         sampling.append(params(GENERATED, steering_vectors=spec))
     outputs = generate(llm, [PROMPT] * len(cases), sampling)
@@ -207,7 +221,7 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
         def decide(stream: torch.Tensor, gates: Any = gates, gate: Any = gate) -> Any:
             if gate is not None:
                 gates.append((stream.double() @ probe.double() > 0).double()[:, None])
-            return stream if reads != (1, "pre_attn") else read(stream)
+            return stream if reads != decides else read(stream)
 
         def act(x: torch.Tensor, wanted: Any = wanted, gates: Any = gates) -> Any:
             activations = encode(sae, found[-1]).double()
@@ -220,7 +234,7 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
                 change += amount[:, None] * sae.w_dec[feature].double()
             return (x.double() + gates[-1] * change).to(x.dtype)
 
-        taps = {reads: read, (1, "pre_attn"): decide, TAP: act}
+        taps = {reads: read, decides: decide, writes: act}
         expected = reference.logprobs(ids[:-1], taps)[SIZE - 1 :]
         plain = reference.logprobs(ids[:-1], {})[SIZE - 1 :]
         largest = expected.abs().max()

@@ -11,9 +11,7 @@ from tests.support.programs import run
 from vllm.model_executor.layers.residual.program import GATE_COLUMNS
 from vllm.v1.residual.sae import SparseAutoencoder
 from vllm.v1.residual.sae.encode import encode
-from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.features import FeatureUse
-from vllm.v1.steering.spec.feature import _check_selection
 from vllm.v1.steering.worker.features import feature_instruction, together
 
 WIDTH, SIZE, ROWS = 16, 48, 200
@@ -85,12 +83,3 @@ def test_selected_features_are_set_and_scaled(
         wanted += change[:, None] * sae.w_dec[use.feature].double()
     assert all(0.02 < share < 0.98 for share in shares) or k == SIZE
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_a_transcoder_that_selects_is_refused() -> None:
-    use = FeatureUse("own", "f", 3, 5.0, "set", reads=(0, "post_block"))
-    sae: Any = SimpleNamespace(selection="topk", size=SIZE)
-    with pytest.raises(SteeringValidationError, match="depends on all 48"):
-        _check_selection(use, sae, "entry")
-    adds = FeatureUse("own", "f", 3, 5.0, "add", reads=(0, "post_block"))
-    _check_selection(adds, sae, "entry")

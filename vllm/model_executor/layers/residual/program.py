@@ -27,7 +27,8 @@ an earlier hook point, and f `JUMPRELU`; with `ONLY_ACTIVE` nothing is written w
 is 0.
 
 An instruction with `doses` also stores, for each token, the norm of its change over the
-norm of x before it: for `MEASURE` that of u over that of x - u, for `PROBE` the gate.
+norm of x before it: for `MEASURE` that of u over that of x - u, for `PROBE` the gate,
+for `LOW_RANK` with `VALUE` the last y.
 
 This module defines the form that a GPU's kernel and the native library read.
 
@@ -77,7 +78,8 @@ class Flag(IntFlag):
     DOSE = 256
     """The instruction stores its dose."""
     VALUE = 1024
-    """The probe stores v, from which the gate is decided later."""
+    """The probe stores v, from which the gate is decided later; `LOW_RANK` stores y in
+    place of its dose."""
     COUNT = 512
     """The probe counts the tokens whose gate is above one half."""
     CARRIED = 4096

@@ -356,6 +356,7 @@ if HAS_TRITON:
                             width,
                             ALIGNED,
                         )
+                    dose = active  # A store of its own would take more stack.
                     own = (c1 + _number(c1s, place, 0.0)) * active
                     amount = gate * size * (c0 + _number(c0s, place, 0.0) + own)
                     if (flags & _ONLY_ACTIVE) != 0:
@@ -409,7 +410,7 @@ if HAS_TRITON:
             if doses:
                 dose_at = tl.cast(tl.load(longs + 15), tl.pointer_type(tl.float32))
                 dose_at += (token + first) * tl.load(at + 5)
-                if kind != _PROBE:
+                if (kind != _PROBE) & ((flags & _VALUE) == 0):
                     dose = tl.sqrt(moved) / tl.maximum(tl.sqrt(base), 1.1754944e-38)
                 tl.store(dose_at, dose)
             # Load the next instruction's fields while this one is executed.

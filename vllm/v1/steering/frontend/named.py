@@ -97,7 +97,6 @@ class NamedFiles:
             info.fingerprint,
             info.width,
             info.size,
-            info.selection,
             info.tap,
             info.is_transcoder,
             info.writes,

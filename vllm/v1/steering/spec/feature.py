@@ -52,7 +52,6 @@ def parse_feature(
         values["only_if_active"],
         sae.tap if sae.is_transcoder else None,
     )
-    _check_selection(use, sae, at)
     if sae.is_transcoder and use.needs_activation:
         _check_reads(name, sae, tap, model, at)
     return use
@@ -121,16 +120,3 @@ def _check_reads(
 def _unfit(name: str, why: str, at: str) -> SteeringValidationError:
     """The error of an SAE that an entry cannot use."""
     return fail(f"{at}.sae: {shown(name)} {why}", f"{at}.sae", name)
-
-
-def _check_selection(use: FeatureUse, sae: NamedSAE, at: str) -> None:
-    """Refuse modes that would need all features where a transcoder reads."""
-    if use.carries and sae.selection != "threshold":
-        raise fail(
-            f"{at}: whether a feature of the transcoder {shown(use.sae)} is active "
-            f"depends on all {sae.size} of them ({sae.selection}), of which one is "
-            'carried to where it writes; use "mode": "add" without only_if_active, or '
-            "a transcoder with thresholds",
-            f"{at}.mode",
-            use.mode,
-        )

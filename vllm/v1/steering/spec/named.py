@@ -30,8 +30,6 @@ class NamedSAE:
     width: int
     size: int
     """Number of features."""
-    selection: str
-    """How active features are selected, in the terms of `vllm.v1.residual.sae`."""
     tap: Tap | None
     """The `(layer, hook)` at which it was trained, if it is known."""
     is_transcoder: bool

@@ -43,34 +43,35 @@ def feature_instruction(one: Operation, saes: SAEs) -> Instruction:
     assert use is not None, "the operation has no feature"
     if use.reads is None:
         return _encoded(use, saes(use.sae))
-    made = _encoded(use, saes(use.sae))
+    sae = saes(use.sae)
     c0, c1 = use.amounts
-    flags = Flag.ONLY_ACTIVE if use.only_if_active else Flag.NONE
-    return replace(
-        made,
-        kind=Kind.LINEAR,
-        read=_decoder_row(use, saes(use.sae)),
-        write=None,
-        flags=flags | Flag.CARRIED if use.carries else flags,
-        c0=c0,
-        c1=c1,
-        own_c0=None,
-        own_c1=None,
-    )
+    made = Instruction(Kind.LINEAR, _decoder_row(use, sae), c0=c0, c1=c1)
+    if not use.carries:
+        return made
+    flags = Flag.CARRIED
+    if use.only_if_active:
+        flags |= Flag.ONLY_ACTIVE
+    bias, threshold = _bias(use, sae), _threshold(use, sae)
+    if sae.selection != "threshold":  # What is stored is selected, and has its bias.
+        bias, threshold = None, torch.full_like(threshold, -math.inf)
+    return replace(made, flags=flags, bias=bias, threshold=threshold)
 
 
 def carried_instruction(one: Operation, saes: SAEs) -> Instruction | None:
-    """Create the instruction that stores what a transcoder reads, without its bias.
+    """Create the instruction that stores what a transcoder reads.
 
-    Returns None if the operation does not need the activation, or is no feature of a
-    transcoder.
+    That is the product, without the bias, or if the transcoder selects features the
+    activation, in the instruction's doses. Returns None if the operation does not need
+    the activation, or is no feature of a transcoder.
     """
     use = one.details.feature
     if use is None or not use.carries:
         return None
     made = _encoded(use, saes(use.sae))
-    kept = made.flags & (Flag.COSINE | Flag.STANDARD)
-    return Instruction(Kind.PROBE, made.read, flags=kept | Flag.VALUE)
+    kept = made.flags & (Flag.COSINE | Flag.STANDARD) | Flag.VALUE
+    if made.activation == Activation.SELECT:  # Nothing is written.
+        return replace(made, flags=kept, write=made.read, own_c0=None, own_c1=None)
+    return Instruction(Kind.PROBE, made.read, flags=kept)
 
 
 def carried_columns(
@@ -100,6 +101,18 @@ def carried_columns(
 def _decoder_row(use: FeatureUse, sae: SparseAutoencoder) -> torch.Tensor:
     row = sae.w_dec[use.feature : use.feature + 1]  # [1, d_out]
     return row.float().contiguous()
+
+
+def _bias(use: FeatureUse, sae: SparseAutoencoder) -> torch.Tensor:
+    return sae.b_enc[use.feature : use.feature + 1].float().contiguous()  # [1]
+
+
+def _threshold(use: FeatureUse, sae: SparseAutoencoder) -> torch.Tensor:
+    if sae.threshold is None:
+        return torch.zeros(1, device=sae.w_enc.device)
+    # Activations are not negative.
+    found = sae.threshold[use.feature : use.feature + 1].clamp(min=0.0)
+    return found.float().contiguous()  # [1]
 
 
 _RIVALS: "WeakKeyDictionary[SparseAutoencoder, torch.Tensor]" = WeakKeyDictionary()
@@ -149,12 +162,10 @@ def _encoded(use: FeatureUse, sae: SparseAutoencoder) -> Instruction:
         flags, write = flags | Flag.COSINE, write / sae.d_in**0.5
     elif sae.input_norm == "layer_norm":
         flags = flags | Flag.STANDARD
-    threshold = torch.zeros(1, device=read.device)
-    if sae.threshold is not None:  # Activations are not negative.
-        threshold = sae.threshold[place].clamp(min=0.0)
+    threshold = _threshold(use, sae)
     active: dict[str, Any] = {
         "activation": Activation.JUMPRELU,
-        "threshold": threshold.float().contiguous(),
+        "threshold": threshold,
     }
     if sae.selection != "threshold" and use.needs_activation:
         active = _selecting(use.feature, sae)
@@ -164,7 +175,7 @@ def _encoded(use: FeatureUse, sae: SparseAutoencoder) -> Instruction:
         write=write,
         flags=flags,
         **active,
-        bias=sae.b_enc[place].float().contiguous(),
+        bias=_bias(use, sae),
         own_c0=torch.full_like(threshold, c0),
         own_c1=torch.full_like(threshold, c1),
     )

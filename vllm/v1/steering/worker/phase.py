@@ -93,6 +93,7 @@ class Phase:
         deciding: Sequence[Gate] = (),
         memory: DoseMemory | None = None,
         fired: FiredCounts | None = None,
+        values: torch.Tensor | None = None,
     ) -> None:
         """Compile the phase and place it on the device.
 
@@ -109,8 +110,11 @@ class Phase:
             deciding: gates for later tokens that this phase decides.
             memory: for the doses of its tokens; None if they are not measured.
             fired: counts the tokens at which conditions fire; None to count none.
+            values: `[tokens, GATE_COLUMNS]`, the gates of the step's tokens; needed for
+                `columns`.
 
         """
+        self._values = values
         count = len(operations)
         found = zip(
             operations,
@@ -359,7 +363,12 @@ class Phase:
                 continue
             made = self._kept[number].carried
             assert made is not None, "the operation needs an activation"
-            yield -1, replace(made, gate=self._columns[number])
+            column = self._columns[number]
+            if made.kind == Kind.PROBE:
+                yield -1, replace(made, gate=column)
+            else:
+                assert self._values is not None, "there is a column"
+                yield -1, replace(made, doses=self._values[:, column])
 
     def _sae_of(self, number: int) -> str:
         use = self.operations[number].details.feature

@@ -216,6 +216,7 @@ class SteeringTables:
             later,
             memory,
             self.fired,
+            self.programs.gates,
         )
         return Row({t: v for t, v in added.items() if t not in made.taps}, made)
 

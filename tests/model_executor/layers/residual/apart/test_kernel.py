@@ -493,6 +493,61 @@ def test_later_hook_points_read_what_probes_have_left(
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("divided", [Flag.NONE, Flag.COSINE, Flag.STANDARD])
+@pytest.mark.parametrize(("most", "low"), [(9.0, float("-inf")), (12.0, 0.0)])
+def test_a_later_hook_point_reads_an_activation_that_was_selected(
+    launch: Execute, divided: Flag, most: float, low: float
+) -> None:
+    torch.manual_seed(0)
+    tokens, width, column = 40, 96, STORED + 3
+    stream, v = randn(tokens, width), randn(1, width)
+    rivals, biases = randn(24, width), randn(24)
+    biases[3] = 0.5  # Sometimes among the largest, whatever the rows are divided by.
+    gates = torch.zeros(tokens, GATE_COLUMNS, device=DEVICE)
+    select = Instruction(
+        Kind.LOW_RANK,
+        rivals[3:4],
+        flags=divided | Flag.VALUE,
+        activation=Activation.SELECT,
+        bias=biases[3:4],
+        threshold=biases,
+        mask=rivals,
+        low=low,
+        c2=most,
+        c3=24.0,
+        doses=gates[:, column],
+    )
+    act = Instruction(
+        Kind.LINEAR,
+        v,
+        flags=Flag.CARRIED | Flag.ONLY_ACTIVE,
+        c0=2.0,
+        c1=-1.0,
+        threshold=torch.full((1,), -torch.inf, device=DEVICE),
+        stored=column,
+    )
+    rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
+    found = stream.clone()
+    for program in ((select,), (act,)):
+        index, _kept = index_of(program)
+        launch(found, found, None, index, rows, gates)
+        if program == (select,):
+            assert torch.equal(found, stream), "it only stores"
+    by = {Flag.COSINE: stream.norm(dim=1), Flag.STANDARD: stream.std(dim=1)}
+    expected = []
+    for x, size in zip(stream.double(), by.get(divided, torch.ones(tokens))):
+        divisor = size + 1e-5 if divided == Flag.STANDARD else size
+        y = wide(rivals[3:4]) @ x / divisor + wide(biases[3:4])
+        y = selected(select, x, y, size)
+        expected.append(x + (2 - y) * (y != 0) * v[0].double())
+    assert 0 < gates[:, column].count_nonzero() < tokens
+    torch.testing.assert_close(found, torch.stack(expected).float())
+    gates[:, column] = 0.0
+    run((select,), stream, torch.arange(tokens, device=DEVICE), gates)
+    again, _ = run((act,), stream, torch.arange(tokens, device=DEVICE), gates)
+    torch.testing.assert_close(again, found, rtol=1e-5, atol=1e-5)
+
+
 def test_what_acts_on_nothing_changes_no_bit(launch: Execute) -> None:
     width = 64
     u = unit(width)
