@@ -287,6 +287,10 @@ class RequestReadouts(msgspec.Struct, array_like=True):
     parts: list[ReadoutPart]
 
 
+StepReadouts: TypeAlias = dict[str, RequestReadouts]
+"""The results of a step, by request id."""
+
+
 class ReadoutCounters(msgspec.Struct):
     """Totals of one kind of readout in one process."""
 

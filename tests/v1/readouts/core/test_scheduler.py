@@ -11,45 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.readouts.core.scheduler import (
-    MOST_WAITING,
-    ReadoutScheduling,
-    take_parts,
-)
-from vllm.v1.readouts.token_steps import TokenResult, TokenStep, TokenTable
-from vllm.v1.request import RequestStatus
-from vllm.v1.residual.capture_plan import CaptureEnd
+from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
-    KeepWhen,
     Packed,
     Readout,
     ReadoutPart,
     ReadoutPlan,
-    ReadoutReader,
     RequestReadouts,
     StopWhen,
 )
-from vllm.v1.residual.spans import OPEN_END
 
 PROMPT = 10
 
 
-def request(*stops: StopWhen, positions: Any = ((0, 1 << 40),), keeps: Any = ()) -> Any:
+def request(*stops: StopWhen, positions: Any = ((0, 1 << 40),)) -> Any:
     readout = Readout("p", "probe", ((0, "post_block"),), positions)
-    plan = SimpleNamespace(readouts=ReadoutPlan((readout,), stops, (), keeps))
+    plan = SimpleNamespace(readouts=ReadoutPlan((readout,), stops))
     return SimpleNamespace(
         request_id="r",
-        status=RequestStatus.RUNNING,
-        sampling_params=SimpleNamespace(
-            _capture_plan=plan,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            stop=[],
-            min_tokens=0,
-        ),
-        resumable=False,
-        is_finished=lambda: False,
+        sampling_params=SimpleNamespace(_capture_plan=plan, min_tokens=0),
         num_tokens=PROMPT,
         num_prompt_tokens=PROMPT,
     )
@@ -59,16 +40,6 @@ def values(start: int, *numbers: float) -> dict[str, RequestReadouts]:
     array = np.array(numbers, dtype=np.float32)[:, None]
     part = ReadoutPart("p", start, len(numbers), {"values": array})
     return {"r": RequestReadouts(start, [part])}
-
-
-def token(position: int, table: int = 0) -> TokenStep:
-    """A step of two requests with one token each; `r` is the second."""
-    own, other = (
-        TokenResult("p", 0, slice(row, row + 1), False, table) for row in (1, 0)
-    )
-    at = TokenTable((0, table), {"other": (other,), "r": (own,)})
-    numbers = np.array([[-1], [position]], dtype=np.float32)
-    return TokenStep(at, position - table, [{"values": numbers}])
 
 
 def opened(one: Any) -> ReadoutScheduling:
@@ -103,86 +74,13 @@ def test_a_position_that_is_computed_again_counts_once() -> None:
     assert taken(one) == [(10, [10.0]), (11, [11.0]), (12, [12.0])]
 
 
-def test_results_of_several_steps_are_sent_together() -> None:
-    one = request()
-    scheduling = opened(one)
-    scheduling.take(one, values(0, *range(10)), 10, [5])
-    assert taken(one) == [(0, list(range(10)))]
-    for number in range(10, 10 + MOST_WAITING):
-        assert taken(one) == []
-        one.num_tokens = number + 1
-        scheduling.take(one, token(number, number // 20), 1, [5])
-    # Those of one table are one part.
-    last = 10 + MOST_WAITING
-    assert taken(one) == [(10, list(range(10, 20))), (20, list(range(20, last)))]
-    one.num_tokens = last + 1
-    scheduling.take(one, token(last), 1, [5])
-    one.num_tokens = last + 2
-    # Two tokens, one of which was a draft, come after the one that waits.
-    scheduling.take(one, values(last + 1, last + 1, last + 2), 1, [5, 6])
-    assert taken(one) == [(last, [last]), (last + 1, [last + 1, last + 2])]
-    one.num_tokens = last + 4
-    scheduling.take(one, token(last + 3), 1, [5])
-    assert taken(one) == []
-    one.is_finished = lambda: True
-    assert taken(one) == [(last + 3, [last + 3])]
-
-
-@pytest.mark.parametrize("forgotten", [False, True])
-@pytest.mark.parametrize("scope", ["token", "request"])
-def test_an_aborted_request_keeps_what_results_that_were_not_sent_say(
-    scope: Any, forgotten: bool
-) -> None:
-    keep = KeepWhen("files", StopWhen("p", above=10.5), scope, before=1)
-    one = request(keeps=(keep,))
-    scheduling = opened(one)
-    for number in (10, 11, 12, 13):
-        one.num_tokens = number + 1
-        scheduling.take(one, token(number), 1, [5])
-        assert taken(one) == []
-    one.status = RequestStatus.FINISHED_ABORTED
-    if forgotten:
-        scheduling.forget(one)
-
-    def ended(tokens: int, kept: Any = ()) -> Any:
-        own = {"files": kept}
-        end = CaptureEnd("r", "", list(range(tokens)), 0, "abort", [], kept=own)
-        return scheduling.completed(end).kept["files"]
-
-    # The client has three tokens, so the rows at 12 and 13 do not count.
-    whole = ((0, OPEN_END),)
-    assert ended(3, ((2, 4),)) == (((2, 4), (10, 12)) if scope == "token" else whole)
-    scheduling.forget(one)
-    assert ended(3) == (), "each state is used once"
-
-
-@pytest.mark.parametrize("who", ["stream", "stop string", "session", "rule", "reader"])
-def test_results_that_are_needed_now_do_not_wait(who: str) -> None:
-    one = request(*([StopWhen("p", above=99.0)] if who == "rule" else []))
-    if who == "stream":
-        one.sampling_params.output_kind = RequestOutputKind.DELTA
-    if who == "stop string":
-        one.sampling_params.stop = ["."]
-    if who == "reader":
-        plan = one.sampling_params._capture_plan
-        plan.readouts = ReadoutPlan(
-            plan.readouts.readouts, (), (ReadoutReader("files", ("p",)),)
-        )
-    one.resumable = who == "session"
-    scheduling = opened(one)
-    for number in (10, 11, 11):
-        one.num_tokens = number + 1
-        scheduling.take(one, token(number), 1, [5])
-    assert taken(one) == [(10, [10]), (11, [11])]
-
-
 def test_a_token_that_fires_is_the_last() -> None:
     one = request(StopWhen("p", above=10.5))
     scheduling = opened(one)
     one.num_tokens = 11
-    assert scheduling.take(one, token(10), 1, [5]).fired == ""
+    assert scheduling.take(one, values(10, 10.0), 1, [5]).fired == ""
     one.num_tokens = 12
-    found = scheduling.take(one, token(11), 1, [6])
+    found = scheduling.take(one, values(11, 11.0), 1, [6])
     assert (found.token_ids, found.fired) == ([], "readout:p")
 
 

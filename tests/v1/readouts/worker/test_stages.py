@@ -75,7 +75,6 @@ def test_a_joined_set_serves_the_steps_of_its_batch() -> None:
         {"a": {"all": (WHOLE, KEY)}},
         job_set,
         1,
-        {"a": 8, "b": 2},
         torch.from_numpy,
     )
     # One product for the lenses of both requests.

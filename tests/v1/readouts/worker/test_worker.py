@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from vllm.distributed.utils import get_pp_indices
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.readouts.results import ReadoutResult, result_of
@@ -171,7 +170,6 @@ def read_out(
     count: int,
     monkeypatch: pytest.MonkeyPatch,
     kinds: Set[str] = frozenset(("probe", "lens", "norm", "rows", "custom")),
-    when: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
 ) -> dict[tuple[str, str], ReadoutResult]:
     """All results of all requests, over `count` stages."""
     monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
@@ -189,7 +187,6 @@ def read_out(
     parts: dict[tuple[str, str], list[ReadoutPart]] = {}
     requests = {req_id: request(req_id, plan) for req_id, plan in plans.items()}
     for own in requests.values():
-        own.sampling_params.output_kind = when
         scheduling.add_request(own)
     for step in STEPS:
         tensors: Any = {}
@@ -205,10 +202,6 @@ def read_out(
             scheduling.take(own, results, tokens, new)
             for part in take_parts(own) or ():
                 parts.setdefault((req_id, part.name), []).append(part)
-    for req_id, own in requests.items():
-        own.is_finished = lambda: True
-        for part in take_parts(own) or ():
-            parts.setdefault((req_id, part.name), []).append(part)
     return {
         (req_id, one.name): result_of(one, parts[req_id, one.name], 1 << 30)
         for req_id, plan in plans.items()
@@ -217,16 +210,10 @@ def read_out(
 
 
 def request(req_id: str, plan: ReadoutPlan) -> Any:
-    params = SimpleNamespace(
-        _capture_plan=SimpleNamespace(readouts=plan),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        stop=[],
-    )
+    params = SimpleNamespace(_capture_plan=SimpleNamespace(readouts=plan))
     return SimpleNamespace(
         request_id=req_id,
         sampling_params=params,
-        resumable=False,
-        is_finished=lambda: False,
         num_tokens=0,
         num_prompt_tokens=PROMPTS[req_id],
     )
@@ -244,6 +231,8 @@ def test_stages_give_what_one_gives(
         assert one.arrays and other.arrays.keys() == one.arrays.keys()
         for name, values in one.arrays.items():
             np.testing.assert_allclose(other[name], values, 1e-5, err_msg=str(key))
+        if key[1] == "last":
+            assert one.positions == [PROMPTS[key[0]] - 1]
 
 
 def test_batches_that_alternate_keep_their_jobs(
@@ -264,20 +253,6 @@ def test_batches_that_alternate_keep_their_jobs(
     read_out(2, monkeypatch, {"lens"})
     # By the first step, and by the first of each batch, at both stages.
     assert [made.count(one) for one in dict.fromkeys(made)] == [6, 3]
-
-
-@pytest.mark.parametrize("kind", ["probe", "last", "lens", "norm", "rows"])
-def test_results_that_wait_are_those_of_each_step(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = read_out(1, monkeypatch, {kind})
-    delta = read_out(1, monkeypatch, {kind}, RequestOutputKind.DELTA)
-    for key, one in delta.items():
-        assert waiting[key].positions == one.positions
-        if kind == "last":
-            assert one.positions == [PROMPTS[key[0]] - 1]
-        for name, values in one.arrays.items():
-            np.testing.assert_array_equal(waiting[key][name], values)
 
 
 def test_a_preempted_prompt_is_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:

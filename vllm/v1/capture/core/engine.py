@@ -48,13 +48,9 @@ def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
 
 
 def _own(core: "EngineCore", ends: Sequence[CaptureEnd]) -> list[CaptureEnd]:
-    """The ends of this engine's requests, with what its scheduler adds."""
-    residual: Any = core.scheduler.residual  # type: ignore[attr-defined]
-    return [
-        residual.completed(end)
-        for end in ends
-        if residual.capture.forget(end.request_id)
-    ]
+    """The ends of this engine's requests."""
+    scheduling: Any = core.scheduler.residual.capture  # type: ignore[attr-defined]
+    return [end for end in ends if scheduling.forget(end.request_id)]
 
 
 def _send(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:

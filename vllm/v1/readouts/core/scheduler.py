@@ -11,26 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec.structs import replace
-
 from vllm.logger import init_logger
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.readouts.core.firing import first_firing, kept_spans
-from vllm.v1.readouts.results import result_of
-from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, parts_of
-from vllm.v1.request import RequestStatus
+from vllm.v1.readouts.core.firing import first_firing
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     Readout,
     ReadoutPart,
     ReadoutPlan,
     RequestReadouts,
+    StepReadouts,
 )
-from vllm.v1.residual.spans import Spans, merged
+from vllm.v1.residual.spans import Spans
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-    from vllm.v1.residual.capture_plan import CaptureEnd
 
 logger = init_logger(__name__)
 
@@ -51,21 +45,11 @@ class ReadOut(NamedTuple):
 class _State:
     plan: ReadoutPlan
     by_name: Mapping[str, Readout]
-    request: "Request"
-    can_wait: bool
-    """Whether results are needed only with the last output."""
     next_position: int = 0
     """The first position without a result.
 
     A preempted request recomputes earlier ones, which are then ignored.
     """
-
-    def is_next_token(self, start: int | None, request: "Request") -> bool:
-        """Whether results from position `start` begin with the request's last token.
-
-        If so, and if they are of one token, all of them count.
-        """
-        return start == request.num_tokens - 1 and start >= self.next_position
 
     def counting(
         self, found: RequestReadouts, request: "Request", num_tokens: int, sampled: int
@@ -92,8 +76,6 @@ class ReadoutScheduling:
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
-        self._aborted: dict[str, _State] = {}
-        """Requests with `keep_when` whose end the front end has not sent yet."""
 
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._states
@@ -104,39 +86,11 @@ class ReadoutScheduling:
         plan = params._capture_plan if params is not None else None
         if plan is not None and plan.readouts is not None:
             by_name = {one.name: one for one in plan.readouts.readouts}
-            can_wait = _can_wait(request, plan.readouts)
-            state = _State(plan.readouts, by_name, request, can_wait)
-            self._states[request.request_id] = state
+            self._states[request.request_id] = _State(plan.readouts, by_name)
 
     def forget(self, request: "Request") -> None:
         """Drop the state of a finished request."""
-        state = self._states.pop(request.request_id, None)
-        aborted = request.status == RequestStatus.FINISHED_ABORTED
-        if aborted and state is not None and state.plan.keep_when:
-            self._aborted[request.request_id] = state
-
-    def completed(self, end: "CaptureEnd") -> "CaptureEnd":
-        """The end of a request, with what its results keep that were not sent.
-
-        These are the last ones of an aborted request, which has no last output. Called
-        for each captured request, before or after `forget`.
-        """
-        state = self._aborted.pop(end.request_id, None)
-        if end.finish_reason != "abort":
-            return end
-        state = self._states.pop(end.request_id, state)
-        if state is None or not state.plan.keep_when:
-            return end
-        stop = state.request.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
-        steps = vars(state.request).get(_WAITING, ())
-        parts = list(parts_of(end.request_id, steps))
-        kept = dict(end.kept)
-        for keep in state.plan.keep_when:
-            readout = state.by_name[keep.rule.readout]
-            own = [part for part in parts if part.name == readout.name]
-            more = kept_spans(keep, readout, result_of(readout, own, stop))
-            kept[keep.instance] = merged((*kept.get(keep.instance, ()), *more))
-        return replace(end, kept=kept)
+        self._states.pop(request.request_id, None)
 
     def take(
         self,
@@ -178,18 +132,12 @@ class ReadoutScheduling:
     ) -> ReadOut:
         tokens = list(new_token_ids)
         state = self._states[request.request_id]
-        is_one = len(tokens) == num_tokens == 1
-        if is_one and state.can_wait and isinstance(step, TokenStep):
-            start = step.start_of(request.request_id)
-            if state.is_next_token(start, request):
-                vars(request).setdefault(_WAITING, []).append(step)
-                state.next_position = request.num_tokens
-                return ReadOut(tokens)
         found = step.get(request.request_id)
         if found is None:
             return ReadOut(tokens)
-        is_one = is_one and all([part.count == 1 for part in found.parts])
-        if is_one and state.is_next_token(found.start, request):
+        is_one = len(tokens) == num_tokens == 1
+        is_next = state.next_position <= found.start == request.num_tokens - 1
+        if is_one and is_next and all([part.count == 1 for part in found.parts]):
             parts, state.next_position = found.parts, request.num_tokens
         else:
             parts = state.counting(found, request, num_tokens, len(tokens))
@@ -197,7 +145,6 @@ class ReadoutScheduling:
         if left is not None:
             parts = [part for one in parts for part in _below(one, left)]
             tokens = tokens[: left - request.num_tokens]
-        _add_waiting(request)
         vars(request).setdefault(_PARTS, []).extend(parts)
         return ReadOut(tokens, fired)
 
@@ -230,42 +177,15 @@ class ReadoutScheduling:
         return first[0] + 1, f"{STOP_PREFIX}{first[1]}"
 
 
-_PARTS, _WAITING = "readout_parts", "readout_steps"
-
-MOST_WAITING = 16
-"""Steps of a request whose results may wait for later ones."""
+_PARTS = "readout_parts"
 
 
 def take_parts(request: "Request") -> list[ReadoutPart] | None:
     """Remove and return the request's results that its next output carries."""
-    waiting = vars(request).get(_WAITING)
-    if waiting and (len(waiting) >= MOST_WAITING or request.is_finished()):
-        _add_waiting(request)
     parts: list[ReadoutPart] | None = vars(request).pop(_PARTS, None)
     for part in parts or ():
         part.pack()
     return parts or None
-
-
-def _add_waiting(request: "Request") -> None:
-    """Add the results that have waited to those that the next output carries."""
-    steps = vars(request).pop(_WAITING, ())
-    if steps:
-        vars(request).setdefault(_PARTS, []).extend(parts_of(request.request_id, steps))
-
-
-def _can_wait(request: "Request", plan: ReadoutPlan) -> bool:
-    """Whether nobody needs a request's results before its last output.
-
-    The front end may end a request with stop strings without the scheduler, and
-    consumers get what an aborted request has brought; see `completed`.
-    """
-    params = request.sampling_params
-    assert params is not None, "requests with readouts generate tokens"
-    is_final = params.output_kind is RequestOutputKind.FINAL_ONLY
-    ends_here = not params.stop and not request.resumable
-    needed = plan.stop_when or plan.readers
-    return is_final and ends_here and not needed
 
 
 def _counting(

@@ -6,14 +6,13 @@ requests. While the same requests decode, consecutive steps share a job set: onl
 positions move on by one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from vllm.v1.readouts.token_steps import TokenResult, TokenTable
 from vllm.v1.readouts.worker.layout import (
     Indices,
     rows_at,
@@ -30,9 +29,6 @@ JobKey: TypeAlias = tuple[Any, ...]
 
 ROWS: JobKey = ("rows",)
 """The job that returns rows unchanged."""
-
-_ROW_BY_ROW = frozenset({"probe", "probes", "lens", "sae", "norm", *ROWS})
-"""Operations whose arrays have an entry for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +104,6 @@ class JobSet:
     jobs: list[Job]
     starts: dict[str, int]
     """Token position of each request's first row in the step."""
-    table: TokenTable | None
-    """Where the results are if each readout has one token; None if not."""
 
     def fits(self, placed: PlacedStep) -> bool:
         """Whether the job set applies to a step."""
@@ -169,32 +163,7 @@ def make_job_set(
             job.index = to_device(np.concatenate(indices[where]))
     known = starts()
     first = {req_id: known[req_id] for req_id in staged}
-    made = list(jobs.values())
-    table = token_table(made, first, (layout.number, shift))
-    return JobSet(layout, shift, shift + until, made, first, table)
-
-
-def token_table(
-    jobs: Sequence[Job], starts: Mapping[str, int], number: tuple[int, int]
-) -> TokenTable | None:
-    """Where the jobs' results are; None unless all are of their requests' first token.
-
-    Positions are those of the job set's first step.
-    """
-    found: dict[str, list[TokenResult]] = {}
-    for place, job in enumerate(jobs):
-        if job.key[0] not in _ROW_BY_ROW:
-            return None
-        for one in job.entries:
-            if one.count != 1 or one.start != starts[one.req_id]:
-                return None
-            has_taps = one.readout.kind not in ("probe", "sae")
-            count = len(one.readout.taps) if has_taps else 1
-            rows = slice(one.first, one.first + count)
-            name = one.readout.name
-            result = TokenResult(name, place, rows, has_taps, one.start)
-            found.setdefault(one.req_id, []).append(result)
-    return TokenTable(number, {req_id: tuple(own) for req_id, own in found.items()})
+    return JobSet(layout, shift, shift + until, list(jobs.values()), first)
 
 
 def _parts(

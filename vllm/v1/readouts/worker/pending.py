@@ -10,18 +10,14 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.readouts.token_steps import StepReadouts, TokenStep, TokenTable
 from vllm.v1.readouts.worker.jobs import Entry
 from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.readout_plan import ReadoutPart, RequestReadouts
+from vllm.v1.residual.readout_plan import ReadoutPart, RequestReadouts, StepReadouts
 from vllm.v1.residual.receipts import Fired, StepReceipt
 from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.residual.tap import Tap
 
 logger = init_logger(__name__)
-
-MOST_WAITING_BYTES = 1 << 18
-"""Largest results of a step that are kept until they are sent with later ones."""
 
 LENS_FAILED = (
     "the logits are not numbers: the stream overflowed, or another tensor-parallel "
@@ -56,8 +52,6 @@ class PendingReadouts:
     """References to tensors that the device may still be reading."""
     split: Mapping[str, Mapping[str, tuple[Tap, ...]]] = field(default_factory=dict)
     """By request and name: the taps of readouts of which stages compute parts."""
-    table: TokenTable | None = None
-    """Where the results are if each readout has one token."""
 
     def collect(self) -> StepReadouts:
         """Wait for the copies and return the results by request id."""
@@ -67,13 +61,6 @@ class PendingReadouts:
         for result in self.results:
             if result.entries and result.entries[0].readout.kind == "lens":
                 _find_failures(result)
-        if self.table is not None and self._stays_whole():
-            # Copied, because pinned memory is scarce and these wait for later steps.
-            arrays = [
-                {name: one.numpy().copy() for name, one in result.arrays.items()}
-                for result in self.results
-            ]
-            return TokenStep(self.table, self.shift, arrays)
         return self._by_request()
 
     def failed(self, text: str) -> StepReadouts:
@@ -84,14 +71,8 @@ class PendingReadouts:
         self.split = {}
         return self._by_request()
 
-    def _stays_whole(self) -> bool:
-        if self.split or any(one.errors for one in self.results):
-            return False
-        arrays = (one for result in self.results for one in result.arrays.values())
-        return sum(one.nbytes for one in arrays) <= MOST_WAITING_BYTES
-
-    def _by_request(self) -> dict[str, RequestReadouts]:
-        found: dict[str, RequestReadouts] = {}
+    def _by_request(self) -> StepReadouts:
+        found: StepReadouts = {}
         pieces: dict[_Tokens, list[_Piece]] = {}
         for result in self.results:
             arrays = {name: one.numpy() for name, one in result.arrays.items()}

@@ -7,21 +7,18 @@ that the last stage has them when it returns the step's output.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count as counted
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
-from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker.jobs import (
     Entry,
     Job,
     JobKey,
     JobSet,
     no_rows,
-    token_table,
 )
 from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.pending import JobResult
@@ -40,9 +37,6 @@ these only rank 0 has all.
 
 SEND: JobKey = ("send",)
 """The job whose rows are sent to the last stage, or are the last stage's own."""
-
-NUMBERS = counted()
-"""Of tables of joined sets."""
 
 ALIGNMENT = 16
 """Bytes at whose multiples arrays start in the tensor of results."""
@@ -239,8 +233,6 @@ class JoinedSet:
     job_set: JobSet | None
     """The last stage's own jobs."""
     jobs: list[JoinedJob]
-    table: TokenTable | None
-    """As of `JobSet`; of all jobs."""
     num_rows: int
     """How many rows are sent."""
 
@@ -285,7 +277,6 @@ def make_joined_set(
     joined: Mapping[str, Joined],
     job_set: JobSet | None,
     further: int,
-    starts: Mapping[str, int],
     to_device: Callable[[Indices], torch.Tensor],
 ) -> JoinedSet:
     """Build the joined set of a step.
@@ -295,7 +286,6 @@ def make_joined_set(
         joined: the readouts, by request.
         job_set: the last stage's own jobs.
         further: is added to the positions of all jobs' entries.
-        starts: position of each request's first token in the step, by id.
         to_device: copies an index array to the device.
 
     """
@@ -312,13 +302,10 @@ def make_joined_set(
             job = Job(job.key, [*job.entries, *moved])
             rest = [one for one in rest if one is not own]
         jobs.append(JoinedJob(job, to_device(index), own))
-    first = {req_id: start - further for req_id, start in starts.items()}
-    every = [*rest, *(one.job for one in jobs)]
-    table = token_table(every, first, (-1, next(NUMBERS)))
     shifts = [shift - further for shift, _ in places]
     own_places = [own for _, own in places]
     count = sum(one[3] * len(one[4]) for own in own_places for one in own)
-    return JoinedSet(own_places, shifts, job_set, jobs, table, count)
+    return JoinedSet(own_places, shifts, job_set, jobs, count)
 
 
 def _is_followed(job: Job, own: Job) -> bool:

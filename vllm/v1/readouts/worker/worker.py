@@ -17,7 +17,6 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.readouts.token_steps import TokenTable
 from vllm.v1.readouts.worker.agreement import failing_together
 from vllm.v1.readouts.worker.attention import AttentionPatterns, asked
 from vllm.v1.readouts.worker.attribution import Attribution
@@ -344,14 +343,13 @@ class WorkerReadouts:
         elif message:
             if job_set is None and message.places:
                 further = message.places[0][0]
-            joined = self._joined_set_of(message, view, further)
+            joined = self._joined_set_of(message, further)
             work = self._with_joined(work, message, joined)
             starts = {req: at - further for req, at in _starts(view).items()}
-            table = None if message.results else joined.table
-            self._compute(work, message, further, starts, table)
+            self._compute(work, message, further, starts)
         elif work:
             assert job_set is not None, "only a job set has jobs"
-            self._compute(work, message, further, job_set.starts, job_set.table)
+            self._compute(work, message, further, job_set.starts)
 
     def _job_set_of(self, placed: PlacedStep, view: StepView) -> JobSet:
         """The job set of a step, which may be that of the batch's step before."""
@@ -364,9 +362,7 @@ class WorkerReadouts:
         self._job_sets.append(made)
         return made
 
-    def _joined_set_of(
-        self, message: StageMessage, view: StepView, further: int
-    ) -> JoinedSet:
+    def _joined_set_of(self, message: StageMessage, further: int) -> JoinedSet:
         """The joined set of a step, which may be that of the batch's step before."""
         for one in self._joined_sets:
             if one.fits(message.places, self._job_set, further):
@@ -376,7 +372,6 @@ class WorkerReadouts:
             self._joined,
             self._job_set,
             further,
-            _starts(view),
             self._to_device,
         )
         self._joined_sets.append(made)
@@ -419,7 +414,6 @@ class WorkerReadouts:
         message: StageMessage,
         further: int,
         starts: Mapping[str, int],
-        table: TokenTable | None = None,
     ) -> None:
         """Queue the operations of a step, and copies of all results to the host.
 
@@ -429,7 +423,6 @@ class WorkerReadouts:
             further: is added to the positions of the jobs' entries.
             starts: token position of each request's first row in the step, less
                 `further`.
-            table: where the results are if each readout has one token.
 
         """
         if self._shared:
@@ -449,7 +442,7 @@ class WorkerReadouts:
             done.record(self._beside or torch.cuda.current_stream())
         kept = [*work, *message.results]
         self._pending = PendingReadouts(
-            results, starts, further, done, kept, dict(self._split), table
+            results, starts, further, done, kept, dict(self._split)
         )
 
     def take(self) -> PendingReadouts | None:

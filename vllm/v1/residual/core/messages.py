@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm.v1.hooks.plan import HookPlan
-from vllm.v1.readouts.token_steps import StepReadouts
 from vllm.v1.residual.capture_plan import CapturePlan
-from vllm.v1.residual.readout_plan import ReadoutPart
+from vllm.v1.residual.readout_plan import ReadoutPart, StepReadouts
 from vllm.v1.residual.receipts import Fired, ReceiptPart, StepReceipt
 from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.steering.plan import SteeringTiers

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
-    from vllm.v1.residual.capture_plan import CaptureEnd
 
 
 class NoScheduling:
@@ -121,10 +120,6 @@ class NoScheduling:
 
     def free(self, request: "Request") -> None:
         """Forget a finished or aborted request, before its blocks are freed."""
-
-    def completed(self, end: "CaptureEnd") -> "CaptureEnd":
-        """The end of a captured request, with what only the scheduler knows."""
-        return end
 
     def preempt(self, request: "Request") -> None:
         """Preempt a request, before its blocks are freed."""
@@ -255,9 +250,6 @@ class Scheduling(NoScheduling):
         self.readouts.forget(request)
         self.steering.release(request)
         self.changed_streams.end(request)
-
-    def completed(self, end: "CaptureEnd") -> "CaptureEnd":
-        return self.readouts.completed(end)
 
     def preempt(self, request: "Request") -> None:
         self.changed_streams.end(request)
