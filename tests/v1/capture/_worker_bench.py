@@ -159,7 +159,7 @@ class Bench:
         while ended < requests:
             message = self.messages.get(timeout=WAIT)
             if isinstance(message, ChunksMessage):
-                for chunk in chunks_in(part.chunk() for part in message.chunks):
+                for chunk in chunks_in(message.chunks):
                     key = chunk.key[0], message.instance, chunk.key[1:]
                     assert chunk.row_offset == len(rows[key])
                     rows[key] += [tuple(row) for row in chunk.tensor.tolist()]  # type: ignore[misc]

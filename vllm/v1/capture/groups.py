@@ -8,9 +8,9 @@ keys are made only for sinks that take these.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 import torch
 
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
@@ -27,9 +27,11 @@ from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.tap import Tap
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupChunk:
-    """Consecutive rows of a request at all taps of a group."""
+class GroupChunk(msgspec.Struct, frozen=True, eq=False, array_like=True):
+    """Consecutive rows of a request at all taps of a group.
+
+    It is also what is sent to front ends.
+    """
 
     request_id: VllmInternalRequestId
     taps: tuple[Tap, ...]
@@ -41,6 +43,15 @@ class GroupChunk:
     """The index of the engine step that computed the last of these rows."""
     positions: list[int]
     """The token position of each row; not to be changed."""
+
+    @classmethod
+    def of(cls, item: "AnyChunk") -> "GroupChunk":
+        """The rows of a single key as a group of one; others as they are."""
+        if isinstance(item, GroupChunk):
+            return item
+        rows, positions = item.tensor.unsqueeze(0), item.metadata["positions"]
+        own = item.row_offset, item.step_index, positions
+        return cls(item.key[0], (item.key[1:],), rows, *own)
 
     def chunks(self) -> Iterator[CaptureChunk]:
         """A chunk for each tap."""
@@ -56,14 +67,20 @@ class GroupChunk:
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupEnd:
-    """The end of a request's keys at all taps of a group."""
+class GroupEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a request's keys at all taps of a group; sent like `GroupChunk`."""
 
     request_id: VllmInternalRequestId
     taps: tuple[Tap, ...]
     sidecar: dict[str, Any]
     """What the sidecars of these keys share: all fields but `layer` and `hook`."""
+
+    @classmethod
+    def of(cls, end: "AnyEnd") -> "GroupEnd":
+        """The end of a single key as that of a group of one; others as they are."""
+        if isinstance(end, GroupEnd):
+            return end
+        return cls(end.key[0], (end.key[1:],), end.sidecar)
 
 
 AnyChunk: TypeAlias = GroupChunk | CaptureChunk

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results: payloads with rows by tap, and merging over keys, stages and samples."""
+"""Results: payloads with rows by tap, merging over keys, stages and samples.
+
+Between processes the tensors of a payload are sent as tensors, beside the rest.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm.v1.capture.types import CaptureResult, CaptureStatus
@@ -11,6 +15,12 @@ from vllm.v1.residual.tap import Tap
 
 MOST_SHOWN = 4
 """Taps in the text of an object."""
+
+TENSOR = "\0tensor"
+ARRAY = "\0array"
+ROWS = "\0rows"
+BY_TAP = "\0by tap"
+"""Keys of placeholders."""
 
 
 class RowsByTap(dict[Tap, torch.Tensor]):
@@ -210,3 +220,88 @@ def merge_samples(
     kept = [result.kept for result in samples.values() if result.kept is not None]
     merged.kept = sum(kept) if kept else None
     return merged
+
+
+def set_aside(payload: Any, tensors: list[torch.Tensor]) -> Any:
+    """Replace tensors and arrays in a payload by placeholders.
+
+    Args:
+        payload: nested dicts, lists and tuples, and rows by tap.
+        tensors: extended by the tensors.
+
+    Returns:
+        The payload with placeholders.
+
+    Raises:
+        TypeError: a key of a dict is of a type that msgpack does not preserve.
+
+    """
+    if isinstance(payload, torch.Tensor):
+        tensors.append(payload.detach().cpu())
+        return {TENSOR: len(tensors) - 1}
+    if isinstance(payload, np.ndarray):
+        tensors.append(torch.from_numpy(np.ascontiguousarray(payload)))
+        return {ARRAY: len(tensors) - 1}
+    if isinstance(payload, np.generic):
+        return payload.item()
+    if isinstance(payload, RowsByTap):
+        groups = [
+            ((tap,), rows[None], payload.facts_of(tap)) for tap, rows in payload.items()
+        ]
+        payload = GroupedRows(groups)
+    if isinstance(payload, GroupedRows):
+        return {ROWS: _rows_set_aside(payload, tensors)}
+    if is_by_tap(payload):
+        own = [[tap, set_aside(value, tensors)] for tap, value in payload.items()]
+        return {BY_TAP: own}
+    if isinstance(payload, dict):
+        for key in payload:
+            if not isinstance(key, (str, int, float, bytes, type(None))):
+                raise TypeError(f"a key is {key!r}, neither text nor a number")
+        return {key: set_aside(value, tensors) for key, value in payload.items()}
+    if isinstance(payload, (list, tuple)):
+        return [set_aside(value, tensors) for value in payload]
+    return payload
+
+
+def _rows_set_aside(groups: GroupedRows, tensors: list[torch.Tensor]) -> list[Any]:
+    """The groups' taps, placeholders and facts, of which equal ones are sent once.
+
+    Otherwise positions and tokens of a prompt would be sent once per group.
+    """
+    indices: dict[tuple[int, int], int] = {}
+    different: list[dict[str, Any]] = []
+    found = []
+    for taps, rows, facts in groups:
+        # `groups` holds both lists, so no other object has the same id.
+        lists = id(facts["positions"]), id(facts["token_ids"])
+        index = indices.setdefault(lists, len(different))
+        if index == len(different):
+            different.append(facts)
+        found.append([taps, len(tensors), index])
+        tensors.append(rows)
+    return [found, different]
+
+
+def put_back(payload: Any, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of `set_aside`, except that tuples have become lists.
+
+    Rows become a `RowsByTap`.
+    """
+    if isinstance(payload, dict):
+        if payload.keys() == {ROWS}:
+            groups, facts = payload[ROWS]
+            return GroupedRows(
+                (tuple(map(tuple, taps)), tensors[rows], facts[index])
+                for taps, rows, index in groups
+            ).by_tap()
+        if payload.keys() == {BY_TAP}:
+            return {tuple(k): put_back(v, tensors) for k, v in payload[BY_TAP]}
+        if payload.keys() == {TENSOR}:
+            return tensors[payload[TENSOR]]
+        if payload.keys() == {ARRAY}:
+            return tensors[payload[ARRAY]].numpy()
+        return {key: put_back(value, tensors) for key, value in payload.items()}
+    if isinstance(payload, list):
+        return [put_back(value, tensors) for value in payload]
+    return payload

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.v1.capture._sinks import key
 from vllm.v1.capture.frontend.driver import DriverLanes
+from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.transport import addresses
 from vllm.v1.capture.transport.addresses import (
     host_for,
@@ -20,7 +22,6 @@ from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     Inbox,
     Outbox,
-    WireChunk,
 )
 
 HERE = "127.0.0.1"
@@ -62,7 +63,7 @@ def test_a_worker_on_any_host_reaches_the_front_end(
         monkeypatch.setattr(os.path, "exists", lambda path: False)
     try:
         assert reachable(inbox.address).startswith("ipc" if same_host else "tcp")
-        chunk = WireChunk("r", [(0, "post_block")], rows, 0, 0, [0, 1, 2, 3])
+        chunk = GroupChunk(key()[0], ((0, "post_block"),), rows, 0, 0, [0, 1, 2, 3])
         outbox.send(inbox.address, ChunksMessage("other", 0, [chunk]))
         message = came.get(timeout=20)
         assert torch.equal(message.chunks[0].tensor, rows)

@@ -12,7 +12,6 @@ from vllm.v1.capture.capabilities import consumer_capabilities
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.guarded_sink import SHUTDOWN_GRACE
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening
-from vllm.v1.capture.groups import GroupEnd
 from vllm.v1.capture.registry import as_sink
 from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.stats import LaneCounters
@@ -138,19 +137,15 @@ class DriverLanes:
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, ChunksMessage):
-            chunks = [part.chunk() for part in message.chunks]
-            self._lanes[message.instance].submit(chunks)
+            self._lanes[message.instance].submit(message.chunks)
         else:
             assert isinstance(message, EndMessage), "results have another address"
             self._end(message)
 
     def _end(self, message: EndMessage) -> None:
         request_id = VllmInternalRequestId(message.request_id)
-        ends = tuple(
-            GroupEnd(request_id, tuple(end.taps), end.sidecar) for end in message.ends
-        )
-        answer = partial(self._answer, message)
-        self._lanes[message.instance].finish(Ending(request_id, ends, answer))
+        ending = Ending(request_id, tuple(message.ends), partial(self._answer, message))
+        self._lanes[message.instance].finish(ending)
 
     def _answer(self, message: EndMessage, result: CaptureResult) -> None:
         if isinstance(result.payload, GroupedRows):

@@ -373,7 +373,7 @@ class CaptureFrontend(NoCapture):
     def _show_live(self, message: ChunksMessage) -> None:
         chunks: dict[str, list[CaptureChunk]] = {}
         for part in message.chunks:
-            chunks.setdefault(part.request_id, []).extend(part.chunk().chunks())
+            chunks.setdefault(part.request_id, []).extend(part.chunks())
         for request_id, rows in chunks.items():
             owner = self._requests.owner_of(request_id)
             if owner is not None:

@@ -9,6 +9,7 @@ from msgspec import structs
 from vllm.v1.capture.groups import (
     AnyChunk,
     AnyEnd,
+    GroupChunk,
     GroupEnd,
     GroupSink,
     request_of,
@@ -18,8 +19,6 @@ from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
     EndMessage,
     Outbox,
-    WireChunk,
-    WireEnd,
 )
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -84,8 +83,8 @@ class ForwardingSink(GroupSink):
 
     def _send_end(self, request_id: str, ends: Sequence[AnyEnd]) -> None:
         address = self._routes.pop(request_id)
-        wire = [WireEnd.of(end) for end in ends]
-        message = EndMessage(request_id, self._instance, self._stage, wire)
+        groups = [GroupEnd.of(end) for end in ends]
+        message = EndMessage(request_id, self._instance, self._stage, groups)
         self._outbox.send(address, message, self._bounded)
         self._ended.add(request_id)
 
@@ -109,11 +108,11 @@ class ForwardingSink(GroupSink):
         """Do nothing: the outbox is closed by its owner."""
 
 
-def _parts(items: Sequence[AnyChunk]) -> Iterator[list[WireChunk]]:
+def _parts(items: Sequence[AnyChunk]) -> Iterator[list[GroupChunk]]:
     """Split rows by size, because connections bound the number of messages."""
-    part: list[WireChunk] = []
+    part: list[GroupChunk] = []
     size = 0
-    for chunk in (one for item in items for one in _cut(WireChunk.of(item))):
+    for chunk in (one for item in items for one in _cut(GroupChunk.of(item))):
         part.append(chunk)
         size += chunk.tensor.nbytes
         if size >= MESSAGE_BYTES:
@@ -123,7 +122,7 @@ def _parts(items: Sequence[AnyChunk]) -> Iterator[list[WireChunk]]:
         yield part
 
 
-def _cut(chunk: WireChunk) -> Iterator[WireChunk]:
+def _cut(chunk: GroupChunk) -> Iterator[GroupChunk]:
     """Split the taps of a chunk that is larger than a message."""
     taps, rows = chunk.taps, chunk.tensor
     at_once = max(len(taps) * MESSAGE_BYTES // max(rows.nbytes, 1), 1)

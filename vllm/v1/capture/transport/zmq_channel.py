@@ -16,21 +16,14 @@ import torch
 import zmq
 
 from vllm.logger import init_logger
-from vllm.v1.capture.groups import (
-    AnyChunk,
-    AnyEnd,
-    GroupChunk,
-    GroupEnd,
-    request_of,
-)
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.memory.budget import collect_from
-from vllm.v1.capture.results import GroupedRows, RowsByTap, is_by_tap, sendable
+from vllm.v1.capture.results import put_back, sendable, set_aside
 from vllm.v1.capture.stats import LaneCounters, MemoryCounters
 from vllm.v1.capture.transport.addresses import local, new_address, reachable
 from vllm.v1.capture.transport.borrower import Borrower
 from vllm.v1.capture.transport.lender import Lender
-from vllm.v1.capture.transport.tensors import put_back, set_aside
-from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
+from vllm.v1.capture.types import CaptureResult
 from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.residual.readout_plan import ReadoutCounters
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -47,23 +40,6 @@ MERGED_LAYER = -1
 MERGED_HOOK = "*"
 
 
-class KeyedValue(msgspec.Struct, array_like=True):
-    """An entry of a payload whose keys are `(layer, hook)`."""
-
-    layer: int
-    hook: str
-    value: Any = None
-    tensor: torch.Tensor | None = None
-
-
-class WireGroup(msgspec.Struct, array_like=True):
-    """The rows of a group of taps, an entry of `GroupedRows`."""
-
-    taps: list[tuple[int, str]]
-    rows: torch.Tensor  # [taps, rows, hidden_size]
-    facts: dict[str, Any]
-
-
 class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     """The result of a request at one instance and pipeline stage."""
 
@@ -73,15 +49,8 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     status: str
     error: str | None
     payload: Any = None
-    by_key: list[KeyedValue] | None = None
     tensors: list[torch.Tensor] = []
-    """The tensors for which `payload` and `by_key` contain placeholders."""
-    groups: list[WireGroup] = []
-    """If the payload is a `GroupedRows`."""
-    facts: list[dict[str, Any]] = []
-    """If the payload is a `RowsByTap`: its distinct facts, with their indices as the
-    values of `by_key`. Positions and tokens of a prompt are then sent once instead of
-    once per layer."""
+    """The tensors for which `payload` contains placeholders."""
 
     @classmethod
     def of(
@@ -90,23 +59,8 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
         """Create the message; tensors in the payload are sent as tensors."""
         error = None if result.error is None else sendable(result.error)
         message = cls(request_id, instance, stage, result.status, error)
-        payload = result.payload
         try:
-            if isinstance(payload, GroupedRows):
-                message.groups = [
-                    WireGroup(list(taps), rows, facts) for taps, rows, facts in payload
-                ]
-            elif isinstance(payload, RowsByTap):
-                message.by_key, message.facts = _rows_and_facts(payload)
-            elif is_by_tap(payload):
-                message.by_key = [
-                    KeyedValue(layer, hook, tensor=value)
-                    if isinstance(value, torch.Tensor)
-                    else KeyedValue(layer, hook, set_aside(value, message.tensors))
-                    for (layer, hook), value in payload.items()
-                ]
-            else:
-                message.payload = set_aside(payload, message.tensors)
+            message.payload = set_aside(result.payload, message.tensors)
         except Exception as problem:
             _give_up_payload(message, problem)
         return message
@@ -114,90 +68,8 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     def result(self) -> CaptureResult:
         """Recreate the result."""
         payload = put_back(self.payload, self.tensors)
-        if self.groups:
-            groups = [(tuple(one.taps), one.rows, one.facts) for one in self.groups]
-            payload = GroupedRows(groups).by_tap()
-        elif self.by_key is not None:
-            payload = _keyed_payload(self)
         key = (self.request_id, MERGED_LAYER, MERGED_HOOK)
         return CaptureResult(key, self.status, self.error, payload)  # type: ignore[arg-type]
-
-
-def _rows_and_facts(rows: RowsByTap) -> tuple[list[KeyedValue], list[dict[str, Any]]]:
-    indices: dict[tuple[int, int], int] = {}
-    facts: list[dict[str, Any]] = []
-    entries = []
-    for tap, tensor in rows.items():
-        # `rows` holds both lists, so no other object has the same id.
-        lists = id(rows.positions[tap]), id(rows.token_ids[tap])
-        index = indices.setdefault(lists, len(facts))
-        if index == len(facts):
-            facts.append(rows.facts_of(tap))
-        entries.append(KeyedValue(*tap, value=index, tensor=tensor))
-    return entries, facts
-
-
-def _keyed_payload(message: ResultMessage) -> dict[tuple[int, str], Any]:
-    entries = message.by_key or []
-    if message.facts:
-        rows = RowsByTap()
-        for entry in entries:
-            assert entry.tensor is not None, "rows are sent as tensors"
-            tap = entry.layer, entry.hook
-            rows.put(tap, entry.tensor, message.facts[entry.value])
-        return rows
-    return {
-        (entry.layer, entry.hook): put_back(entry.value, message.tensors)
-        if entry.tensor is None
-        else entry.tensor
-        for entry in entries
-    }
-
-
-class WireChunk(msgspec.Struct, array_like=True):
-    """The wire form of a `GroupChunk`, or of a `CaptureChunk` as a group of one."""
-
-    request_id: str
-    taps: list[tuple[int, str]]
-    tensor: torch.Tensor  # [taps, rows, hidden_size]
-    row_offset: int
-    step_index: int
-    positions: list[int]
-
-    @classmethod
-    def of(cls, item: AnyChunk) -> "WireChunk":
-        """Convert rows to their wire form."""
-        if isinstance(item, GroupChunk):
-            taps, rows, positions = list(item.taps), item.tensor, item.positions
-        else:
-            taps, rows = [item.key[1:]], item.tensor.unsqueeze(0)
-            positions = item.metadata["positions"]
-        step = item.step_index
-        return cls(request_of(item), taps, rows, item.row_offset, step, positions)
-
-    def chunk(self) -> GroupChunk:
-        """Convert to a `GroupChunk`."""
-        return GroupChunk(
-            VllmInternalRequestId(self.request_id),
-            tuple(self.taps),
-            self.tensor,
-            self.row_offset,
-            self.step_index,
-            self.positions,
-        )
-
-
-class WireEnd(msgspec.Struct, array_like=True):
-    """The wire form of a `GroupEnd`, or of a `CaptureFinalize` as a group of one."""
-
-    taps: list[tuple[int, str]]
-    sidecar: dict[str, Any]
-
-    @classmethod
-    def of(cls, end: AnyEnd) -> "WireEnd":
-        """Convert the end of keys to its wire form."""
-        taps = list(end.taps) if isinstance(end, GroupEnd) else [end.key[1:]]
-        return cls(taps, end.sidecar)
 
 
 class ChunksMessage(msgspec.Struct, array_like=True, tag="chunks"):
@@ -205,7 +77,7 @@ class ChunksMessage(msgspec.Struct, array_like=True, tag="chunks"):
 
     instance: str
     stage: int
-    chunks: list[WireChunk]
+    chunks: list[GroupChunk]
 
 
 class EndMessage(msgspec.Struct, array_like=True, tag="end"):
@@ -214,7 +86,7 @@ class EndMessage(msgspec.Struct, array_like=True, tag="end"):
     request_id: str
     instance: str
     stage: int
-    ends: list[WireEnd]
+    ends: list[GroupEnd]
 
 
 class CountersMessage(msgspec.Struct, array_like=True, tag="counters"):
@@ -278,8 +150,7 @@ class _Link:
 
 
 def _give_up_payload(message: ResultMessage, error: Exception) -> None:
-    message.payload, message.by_key, message.tensors = None, None, []
-    message.groups = []
+    message.payload, message.tensors = None, []
     if message.status == "ok":
         message.status = "partial_error"
     problem = f"the payload cannot be sent: {message_of(error)}"

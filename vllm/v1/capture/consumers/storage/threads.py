@@ -2,8 +2,9 @@
 """The writer threads of a storage consumer, and the bound on rows in memory."""
 
 import threading
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Full, Queue
 from time import monotonic
 
 from vllm.logger import init_logger
@@ -14,10 +15,10 @@ Task = Callable[[], None]
 
 
 class Executor:
-    """A thread pool with a bounded queue; thread-safe.
+    """Daemon threads with a bounded queue; thread-safe.
 
-    Tasks are started in FIFO order. A thread is started when a task finds none idle, up
-    to `most_threads`.
+    Tasks are started in FIFO order. A thread is started with a task that waits, up to
+    `most_threads`.
     """
 
     def __init__(self, name: str, most_threads: int, queue_size: int) -> None:
@@ -31,48 +32,36 @@ class Executor:
         """
         self._name = name
         self._most_threads = most_threads
-        self._queue_size = queue_size
-        self._tasks: deque[Task] = deque()
+        self._tasks: Queue[Task | None] = Queue(queue_size)
         self._threads: list[threading.Thread] = []
-        self._idle = 0
-        self._closing = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def put(self, task: Task, timeout: float) -> bool:
         """Queue `task`; False if the queue stays full for `timeout` seconds."""
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: len(self._tasks) < self._queue_size, timeout
-            ):
-                return False
-            self._tasks.append(task)
-            if self._idle < len(self._tasks) and self._may_grow:
-                self._start_thread()
-            self._changed.notify_all()
-            return True
+        try:
+            self._tasks.put(task, timeout=timeout)
+        except Full:
+            return False
+        with self._lock:
+            if len(self._threads) < self._most_threads and not self._tasks.empty():
+                name = f"{self._name}-{len(self._threads)}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return True
 
     def close(self, timeout: float) -> bool:
         """Run the queued tasks and stop; False if that takes more than `timeout` s."""
         deadline = monotonic() + timeout
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        for _ in self._threads:
+            with suppress(Full):
+                self._tasks.put(None, timeout=max(deadline - monotonic(), 0.0))
         for thread in self._threads:
             thread.join(max(deadline - monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    @property
-    def _may_grow(self) -> bool:
-        return len(self._threads) < self._most_threads
-
-    def _start_thread(self) -> None:
-        name = f"{self._name}-{len(self._threads)}"
-        thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
     def _run(self) -> None:
-        while (task := self._next()) is not None:
+        while (task := self._tasks.get()) is not None:
             try:
                 task()
             except Exception:
@@ -80,18 +69,6 @@ class Executor:
                 logger.exception("Writing captured rows failed")
             # Free the rows that the task refers to before waiting for the next one.
             del task
-
-    def _next(self) -> Task | None:
-        """Wait for the oldest task; None once the queue is closed and empty."""
-        with self._changed:
-            self._idle += 1
-            self._changed.wait_for(lambda: self._tasks or self._closing)
-            self._idle -= 1
-            if not self._tasks:
-                return None
-            task = self._tasks.popleft()
-            self._changed.notify_all()
-            return task
 
 
 class MemoryBudget:
