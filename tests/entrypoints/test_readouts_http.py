@@ -70,7 +70,8 @@ def server(folder: Path) -> Iterator[Server]:
     opened = Server(
         llama(folder / "llama"),
         *("--capture-consumers", "inline", "--enable-steering"),
-        *("--capture-consumers", "guard", "--enable-scale-out"),
+        *("--capture-consumers", "memory", "--capture-consumers", "guard"),
+        "--enable-scale-out",
         *("--readout-modules", f"direction={folder / 'direction.safetensors'}"),
         *("--sae", f"jump={folder / 'jump'}", "--steering-api-key", "secret"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
@@ -162,6 +163,12 @@ def test_rows_are_kept_where_a_readout_fires(server: Server) -> None:
         "/v1/completions", asked | {"stream": True, "capture_stream": True}
     )
     assert "leave out capture_stream" in str(refused.body)
+    rows = rows | {"name": "quiet", "keep_when": {"readout": "n", "below": 0}}
+    asked |= {"capture": {"memory": rows}, "capture_wait": True}
+    told = server.post("/v1/completions", asked).body["capture_results"]["memory"]
+    assert (told["status"], told["kept"], told["payload"]) == ("ok", 0, None)
+    status, told = server.get("/v1/capture/memory/quiet")
+    assert status == 404 and "keep_when of its request did not fire" in str(told)
 
 
 def test_choices_have_their_own_under_their_index(server: Server) -> None:

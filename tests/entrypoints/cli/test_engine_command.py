@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from vllm.entrypoints.cli import engine_command
-from vllm.entrypoints.cli.engine_command import check_before_torch, check_own_options
+from vllm.entrypoints.cli.engine_command import (
+    SERVER,
+    check_before_torch,
+    check_own_options,
+    misspelt,
+)
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CAPTURE = ["capture", "in.jsonl", "--model", "m", "--out", "out"]
 PROBE = [
@@ -36,7 +43,8 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str, status: int) -> str:
 
 def test_help_has_the_commands_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = answer(capsys, "probe", "train", "--help", status=0)
-    assert "(required)" in text and "--model" in text and "--help=all" in text
+    assert text.count("(required)") == 3 and "--help=all" in text
+    assert "--model MODEL         Name or folder of the model. (required)" in text
     assert "--tensor-parallel-size" not in text
     assert "--shard-size" in answer(capsys, "capture", "-h", status=0)
     assert "Try layers" in answer(capsys, "steer", "--help", status=0)
@@ -56,6 +64,9 @@ def test_help_has_the_commands_own_options(capsys: pytest.CaptureFixture[str]) -
         ([*PROBE, "--max-modl-len=64"], "did you mean --max-model-len?"),
         (["patch", "a", "b", "--no-enforce-eagr"], "did you mean --enforce-eager?"),
         (["steer"], "required: COMMAND"),
+        (["serve", "m", "--max-steering-ops", "few"], "invalid int value: 'few'"),
+        (["serve", "m", "--capture-overload-policy=wait"], "choose from 'block'"),
+        (["serve", "--enable-steerng", "m"], "did you mean --enable-steering?"),
     ],
 )
 def test_a_wrong_option_ends_the_command(
@@ -90,6 +101,8 @@ def test_options_that_do_not_fit_end_the_command(
         [*CAPTURE, "--tensor-par", "2", "--sae", "a=b", "--enable-patching"],
         [*CAPTURE, "--compilation-config.mode=0", "-O0", "--kv-cache-dtype", "auto"],
         ["capture", "--config", "all.yaml", "--limit", "few"],
+        ["serve", "m", "--interp", "--max_steering_ops", "4", "--prot", "80"],
+        ["serve", "--hook-points", "q", "all", "--sae=a=b", "--max-patch-slots=9"],
     ],
 )
 def test_the_rest_is_left_to_upstreams_parser(
@@ -105,6 +118,13 @@ def test_the_rest_is_left_to_upstreams_parser(
     assert argv == ["vllm", *words]
 
 
+def test_no_option_of_a_server_is_taken_for_one_of_ours() -> None:
+    parser = make_arg_parser(FlexibleArgumentParser())
+    words = [word for one in parser._actions for word in one.option_strings]
+    assert "--enable-steering" in words
+    assert not [word for word in words if misspelt(word, SERVER)]
+
+
 REFUSED = [
     "capture gone.txt --model m --out o",
     "check --prompt",
@@ -112,6 +132,7 @@ REFUSED = [
     "probe eval gone --model m --data gone.csv",
     "probe train --data gone.csv --model m --out o.safetensors",
     "probe train --data gone.csv --model m --out o",
+    "serve m --steering-bank-mib few",
     "steer apply --vectors gone --model m",
     "steer convert a",
     "steer eval --vectors a --pairs gone --harmless gone --model m",

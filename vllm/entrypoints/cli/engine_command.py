@@ -15,9 +15,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from vllm.entrypoints.cli.types import CLISubcommand
 
@@ -58,7 +58,10 @@ class Action(NamedTuple):
         if self.engine_defaults is None:
             parser.epilog = None
         elif only_own:
-            parser.add_argument("--model", help="Name or folder of the model.")
+            about = "Name or folder of the model."
+            if re.search(r"(?<!\()--model", self.usage):
+                about += " (required)"
+            parser.add_argument("--model", help=about)
         else:
             from vllm.engine.arg_utils import EngineArgs
 
@@ -245,6 +248,8 @@ def check_own_options(argv: list[str]) -> None:
     """
     if argv in _checked:
         return
+    if argv[1:2] == ["serve"]:
+        check_serve(argv[2:])
     for command in OWN_COMMANDS:
         if argv[1:2] != [command.name]:
             continue
@@ -261,14 +266,48 @@ def check_own_options(argv: list[str]) -> None:
         command.cmd(args, "check")
 
 
-def misspelt(word: str) -> str | None:
+def check_serve(words: list[str]) -> None:
+    """Exit if one of our options among those of `vllm serve` is misspelt, or no number.
+
+    Upstream's parser, which checks all of them, takes seconds to import.
+    """
+    from vllm.v1.residual.frontend.options import EngineOptions
+
+    parser = argparse.ArgumentParser(
+        "vllm serve", "%(prog)s MODEL [options]", add_help=False, allow_abbrev=False
+    )
+    ours = {}
+    for name, hint in get_type_hints(EngineOptions).items():
+        option = "--" + name.replace("_", "-")
+        chosen = [one for one in get_args(hint) if get_origin(one) is Literal]
+        ours[option] = parser.add_argument(
+            option,
+            nargs=None if chosen or int in (hint, *get_args(hint)) else "*",
+            type=int if int in (hint, *get_args(hint)) else str,
+            choices=get_args(chosen[0]) if chosen else None,
+        )
+    for word in parser.parse_known_args(words)[1]:
+        if word.startswith("--") and (meant := misspelt(word, SERVER)) in ours:
+            parser.error(f"unrecognized argument: {word}; did you mean {meant}?")
+
+
+SERVER = ("entrypoints/launchers/cli_args.py",)
+"""The source with the other options of `vllm serve`."""
+
+
+def misspelt(word: str, more: Sequence[str] = ()) -> str | None:
     """The option that was probably meant by an unknown one, if any is similar.
 
     Names are read from the sources, because to import an engine's takes seconds.
+
+    Args:
+        word: the unknown option.
+        more: sources with options beside an engine's and our commands'.
+
     """
     name = re.split("[=.]", word)[0].replace("_", "-")
     here = Path(__file__).parent
-    sources = "engine/arg_utils.py", "v1/residual/frontend/options.py"
+    sources = "engine/arg_utils.py", "v1/residual/frontend/options.py", *more
     engine = "".join((here.parents[1] / one).read_text("utf-8") for one in sources)
     texts = [engine, *(path.read_text("utf-8") for path in here.glob("*/*.py"))]
     known = {found for text in texts for found in re.findall('"(--[a-z0-9-]+)"', text)}
