@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from vllm.entrypoints.cli.types import CLISubcommand
 
@@ -271,26 +271,25 @@ def check_serve(words: list[str]) -> None:
 
     Upstream's parser, which checks all of them, takes seconds to import.
     """
-    from vllm.v1.residual.frontend.options import EngineOptions
-
     parser = argparse.ArgumentParser(
         "vllm serve", "%(prog)s MODEL [options]", add_help=False, allow_abbrev=False
     )
+    source = (Path(__file__).parents[2] / OURS).read_text("utf-8")
     ours = {}
-    for name, hint in get_type_hints(EngineOptions).items():
+    for name, hint in re.findall("^    ([a-z_]+): (.*) = ", source, re.MULTILINE):
         option = "--" + name.replace("_", "-")
-        chosen = [one for one in get_args(hint) if get_origin(one) is Literal]
+        choices = re.findall('"([a-z]+)"', hint) or None  # Of a literal.
+        kind, nargs = (int, None) if hint.startswith("int") else (str, "*")
         ours[option] = parser.add_argument(
-            option,
-            nargs=None if chosen or int in (hint, *get_args(hint)) else "*",
-            type=int if int in (hint, *get_args(hint)) else str,
-            choices=get_args(chosen[0]) if chosen else None,
+            option, type=kind, nargs=None if choices else nargs, choices=choices
         )
     for word in parser.parse_known_args(words)[1]:
         if word.startswith("--") and (meant := misspelt(word, SERVER)) in ours:
             parser.error(f"unrecognized argument: {word}; did you mean {meant}?")
 
 
+OURS = "v1/residual/frontend/options.py"
+"""The source with the options of the features."""
 SERVER = ("entrypoints/launchers/cli_args.py",)
 """The source with the other options of `vllm serve`."""
 
@@ -307,7 +306,7 @@ def misspelt(word: str, more: Sequence[str] = ()) -> str | None:
     """
     name = re.split("[=.]", word)[0].replace("_", "-")
     here = Path(__file__).parent
-    sources = "engine/arg_utils.py", "v1/residual/frontend/options.py", *more
+    sources = "engine/arg_utils.py", OURS, *more
     engine = "".join((here.parents[1] / one).read_text("utf-8") for one in sources)
     texts = [engine, *(path.read_text("utf-8") for path in here.glob("*/*.py"))]
     known = {found for text in texts for found in re.findall('"(--[a-z0-9-]+)"', text)}
