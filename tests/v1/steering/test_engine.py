@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steered requests equal transformers with the vectors added by hooks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.v1.steering import _engine, _models
+from tests.v1.steering import _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
 from vllm.v1.steering.errors import SteeringValidationError
 
@@ -16,16 +15,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 HOOKS = ("pre_attn", "post_attn", "post_block")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
-
-
-@pytest.fixture(scope="module", params=_models.matrix())
-def steered(
-    request: Any, tmp_path_factory: Any
-) -> Iterator[tuple[Any, _models.Reference]]:
-    path = _models.save(request.param, tmp_path_factory.mktemp(request.param))
-    llm = _engine.engine(path)
-    yield llm, _models.Reference(path)
-    llm.llm_engine.engine_core.shutdown()
 
 
 def vector(seed: int, size: float = 1.0) -> torch.Tensor:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SAE features are set, added to and scaled like hooks in transformers do it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,16 @@ import pytest
 import torch
 
 from tests.v1.residual.sae import _layouts
-from tests.v1.steering import _engine, _models
+from tests.v1.steering import _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
+from tests.v1.steering._saes import (
+    FEATURES,
+    NAMES,
+    PLACE,
+    SELECTING,
+    TAP,
+    TRANSCODERS,
+)
 from vllm.v1.residual.sae import SparseAutoencoder, encode, load_sae
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -18,77 +25,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PROMPT = [(5 * i + 3) % _models.VOCAB for i in range(41)]
 SIZE = len(PROMPT)
 GENERATED = 6
-FEATURES = 200
-TAP = (1, "post_block")
-NAMES = ("W_enc", "W_dec", "b_enc", "b_dec")
-TRANSCODERS = {
-    "within": ("blocks.1.hook_resid_mid", "none"),
-    "across": ("blocks.0.hook_resid_post", "layer_norm"),
-    "rescaled": ("blocks.1.hook_resid_pre", "constant_norm_rescale"),
-}
-"""By name, where it reads, and how it normalizes; all write to `TAP`."""
-SELECTING = ("layers.1.mlp", "layers.0.mlp")
-"""Transcoders of MLPs that select the largest of all features, and of each group."""
-PLACE = {"hook_name": "blocks.1.hook_resid_post"}
 
 
-def write_saes(folder: Path) -> dict[str, str]:
-    parts = _layouts.parts(3, _models.HIDDEN, FEATURES)
-    jump, standard = (
-        _layouts.chosen(parts, *NAMES, *more) for more in (["threshold"], [])
-    )
-    options: dict[str, Any] = {"metadata": PLACE, "d_in": _models.HIDDEN}
-    _layouts.saelens(folder / "jump", jump, architecture="jumprelu", **options)
-    _layouts.saelens(folder / "topk", standard, architecture="topk", k=60, **options)
-    _layouts.saelens(
-        folder / "abstopk", standard, architecture="abstopk", k=90, **options
-    )
-    for name, (reads, norm) in TRANSCODERS.items():
-        skips = _layouts.chosen(parts, *NAMES, "threshold", "W_skip")
-        _layouts.saelens(
-            folder / name,
-            skips,
-            architecture="jumprelu_skip_transcoder",
-            d_in=_models.HIDDEN,
-            d_out=_models.HIDDEN,
-            metadata={"hook_name": reads, "hook_name_out": PLACE["hook_name"]},
-            normalize_activations=norm,
-        )
-    for name, activation in zip(SELECTING, ("topk", "groupmax"), strict=True):
-        said = {"d_in": _models.HIDDEN, "num_latents": FEATURES, "k": 50}
-        _layouts.sparsify(
-            folder / name, parts, transcode=True, activation=activation, **said
-        )
-    for norm in ("constant_norm_rescale", "layer_norm"):
-        _layouts.saelens(
-            folder / norm,
-            standard,
-            architecture="standard",
-            normalize_activations=norm,
-            **options,
-        )
-    return {path.name: str(path) for path in sorted(folder.iterdir())}
-
-
-@pytest.fixture(scope="module", params=_models.matrix())
-def steered(
-    request: Any, tmp_path_factory: Any
-) -> Iterator[tuple[Any, _models.Reference, dict[str, SparseAutoencoder]]]:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    path = _models.save(request.param, folder / "model")
-    (folder / "saes").mkdir()
-    paths = write_saes(folder / "saes")
-    llm = _engine.engine(
-        path,
-        max_num_batched_tokens=32,
-        max_num_seqs=4,
-        sae=paths,
-        max_steering_ops=12,
-        hook_points=["mlp_in", "mlp_out"],
-    )
-    saes = {name: load_sae(one) for name, one in paths.items()}
-    yield llm, _models.Reference(path), saes
-    llm.llm_engine.engine_core.shutdown()
+@pytest.fixture
+def featured(
+    steered: Any, sae_paths: dict[str, str]
+) -> tuple[Any, _models.Reference, dict[str, SparseAutoencoder]]:
+    """The shared engine, its reference and its SAEs."""
+    return *steered, {name: load_sae(one) for name, one in sae_paths.items()}
 
 
 Wanted = dict[int, tuple[str, float, bool]]
@@ -144,8 +88,8 @@ def active(reference: Any, sae: SparseAutoencoder) -> list[int]:
     return [int(feature) for feature in order[:3]]
 
 
-def test_features_are_set_added_to_and_scaled(steered: Any) -> None:
-    llm, reference, saes = steered
+def test_features_are_set_added_to_and_scaled(featured: Any) -> None:
+    llm, reference, saes = featured
     cases: list[tuple[str, Wanted]] = []
     for name, sae in saes.items():
         if sae.is_transcoder:
@@ -185,9 +129,9 @@ def test_features_are_set_added_to_and_scaled(steered: Any) -> None:
 
 @pytest.mark.parametrize("name", [*TRANSCODERS, *SELECTING])
 def test_a_transcoder_reads_in_one_place_and_writes_in_another(
-    steered: Any, name: str
+    featured: Any, name: str
 ) -> None:
-    llm, reference, saes = steered
+    llm, reference, saes = featured
     sae = saes[name]
     reads, writes = sae.reads.tap, sae.writes.tap
     probe = torch.randn(_models.HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -242,8 +186,8 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
         assert (plain - expected).abs().max() / largest > 1e-3, wanted
 
 
-def test_the_engine_steers_all_by_a_feature_and_keeps_its_sae(steered: Any) -> None:
-    llm, reference, saes = steered
+def test_the_engine_steers_all_by_a_feature_and_keeps_its_sae(featured: Any) -> None:
+    llm, reference, saes = featured
     (feature, *_) = active(reference, saes["jump"])
     wanted: Wanted = {feature: ("set", 4.0, False)}
     (asked,) = generate(
@@ -262,9 +206,9 @@ def test_the_engine_steers_all_by_a_feature_and_keeps_its_sae(steered: Any) -> N
 
 
 def test_a_receipt_has_one_dose_for_features_that_are_changed_together(
-    steered: Any,
+    featured: Any,
 ) -> None:
-    llm, reference, saes = steered
+    llm, reference, saes = featured
     first, second, third = active(reference, saes["jump"])
     together: Wanted = {first: ("set", 9.0, False), second: ("add", 5.0, False)}
     wanted = together | {third: ("set", 7.0, True)}
@@ -286,8 +230,8 @@ def test_a_receipt_has_one_dose_for_features_that_are_changed_together(
     assert both["dose"]["mean"] == pytest.approx(dose, rel=1e-4)
 
 
-def test_an_sae_is_registered_while_serving(steered: Any, tmp_path: Path) -> None:
-    llm, _, _ = steered
+def test_an_sae_is_registered_while_serving(featured: Any, tmp_path: Path) -> None:
+    llm, _, _ = featured
     parts = _layouts.parts(5, _models.HIDDEN, FEATURES)
     folder = _layouts.saelens(
         tmp_path / "later",
@@ -322,8 +266,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_features_are_refused_before_anything_is_scheduled(steered: Any) -> None:
-    llm, _, _ = steered
+def test_bad_features_are_refused_before_anything_is_scheduled(featured: Any) -> None:
+    llm, _, _ = featured
     good = {"op": "feature", "sae": "jump", "feature": 3, "value": 1.0}
     for change, said in BAD:
         spec = {"post_block": {1: {**good, **change}}}

@@ -3,13 +3,13 @@
 
 import base64
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.v1.steering import _engine, _models
+from tests.v1.steering import _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -149,16 +149,6 @@ SURE: dict[str, tuple[dict[str, Any], Row]] = ENTRIES | {
     ),
 }
 """Entries that change every row; a single row may lie between a clamp's bounds."""
-
-
-@pytest.fixture(scope="module", params=_models.matrix())
-def steered(
-    request: Any, tmp_path_factory: Any
-) -> Iterator[tuple[Any, _models.Reference]]:
-    path = _models.save(request.param, tmp_path_factory.mktemp(request.param))
-    llm = _engine.engine(path, max_num_batched_tokens=32, max_num_seqs=4)
-    yield llm, _models.Reference(path)
-    llm.llm_engine.engine_core.shutdown()
 
 
 def at_rows(change: Row, selects: Callable[[int], bool]) -> _models.Change:
@@ -344,11 +334,11 @@ def test_more_operations_than_allowed_are_refused(steered: Any) -> None:
         entries = [{"vector": V, "op": "project_out", **where} for _ in range(count)]
         return params(1, steering_vectors={"post_block": {1: entries}})
 
-    with pytest.raises(ValueError, match="--max-steering-ops allows 8"):
-        generate(llm, [PROMPT], [asked(9)])
-    generate(llm, [PROMPT], [asked(8)])
+    with pytest.raises(ValueError, match="--max-steering-ops allows 12"):
+        generate(llm, [PROMPT], [asked(13)])
+    generate(llm, [PROMPT], [asked(12)])
     with pytest.raises(ValueError, match="--max-steering-ops"):
-        generate(llm, [PROMPT], [asked(9, positions="last_prompt")])
+        generate(llm, [PROMPT], [asked(13, positions="last_prompt")])
 
 
 ROWS = torch.stack([vector(50 + i) for i in range(SIZE)])
