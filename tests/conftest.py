@@ -71,6 +71,39 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     EarlyAdditions.begun.clear()
 
 
+@pytest.fixture(scope="session")
+def demo_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the consumers of `demo_llm` write: `tables` and `files`."""
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="session")
+def demo_llm(demo_root: Path) -> Iterator[Any]:
+    """An engine of the demo model with all features, for commands and examples."""
+    from vllm import LLM
+    from vllm.steering.extract import CONSUMER
+
+    opened = LLM(
+        str(ROOT / "examples/demo_model/weights"),
+        dtype="float32",
+        enforce_eager=True,
+        max_logprobs=-1,
+        capture_consumers=[
+            CONSUMER,
+            f"arrow:root={demo_root}/tables",
+            f"filesystem:root={demo_root}/files,default_layout=sharded",
+        ],
+        enable_steering=True,
+        max_steering_configs=16,
+        steering_modules={"tone": str(ROOT / "examples/steering/tone.safetensors")},
+        enable_readouts=True,
+        enable_patching=True,
+        hook_points=["z"],
+    )
+    yield opened
+    opened.llm_engine.engine_core.shutdown()
+
+
 @pytest.fixture
 def run_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

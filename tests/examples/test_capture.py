@@ -4,7 +4,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +25,15 @@ from small import DEMO_MODEL  # noqa: E402
 LAYERS = range(6)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("captures")
-
-
-@pytest.fixture(scope="module")
-def llm(root: Path) -> Iterator[LLM]:
-    opened = LLM(
-        str(DEMO_MODEL),
-        capture_consumers=[
-            "inline",
-            f"arrow:root={root}/tables",
-            f"filesystem:root={root}/files,default_layout=sharded",
-        ],
-        max_model_len=256,
-        max_num_seqs=64,
-        enforce_eager=True,
-    )
-    yield opened
-    opened.llm_engine.engine_core.shutdown()
-
-
 def lines(capsys: pytest.CaptureFixture[str], pattern: str) -> list[Any]:
     """The matches of `pattern` in the printed lines."""
     return re.findall(pattern, capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_logit_lens_ends_with_what_the_model_says(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
+    demo_llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logit_lens.show(llm, logit_lens.Head(DEMO_MODEL), "The old house by the river")
+    logit_lens.show(demo_llm, logit_lens.Head(DEMO_MODEL), "The old house by the river")
     printed = capsys.readouterr().out
     found = re.findall(r"^layer (\d+) +('.*'|\".*\") +(\d\.\d\d)$", printed, re.M)
     assert [int(layer) for layer, _, _ in found] == list(LAYERS)
@@ -66,18 +43,18 @@ def test_the_logit_lens_ends_with_what_the_model_says(
 
 
 def test_the_probe_finds_the_tone(
-    llm: LLM, root: Path, capsys: pytest.CaptureFixture[str]
+    demo_llm: LLM, demo_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    probe_from_parquet.show(llm, f"{root}/tables", count=160)
+    probe_from_parquet.show(demo_llm, f"{demo_root}/tables", count=160)
     found = lines(capsys, r"^layer (\d+) +(\d\.\d\d) of 40 unseen stories$")
     assert [int(layer) for layer, _ in found] == list(LAYERS)
     assert max(float(share) for _, share in found) > 0.6
 
 
 def test_prompts_are_compared(
-    llm: LLM, root: Path, capsys: pytest.CaptureFixture[str]
+    demo_llm: LLM, demo_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compare_prompts.show(llm, f"{root}/files", compare_prompts.PROMPTS)
+    compare_prompts.show(demo_llm, f"{demo_root}/files", compare_prompts.PROMPTS)
     titles = ["layer 0, mean over the prompt", "layer 5, mean over the prompt"]
     printed = capsys.readouterr().out
     blocks = re.split(r"^(.*):$", printed, flags=re.M)[1:]
@@ -106,8 +83,10 @@ def test_an_example_stays_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 60
 
 
-def test_two_agents_are_compared(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    two_agents.show(llm, turns=3)
+def test_two_agents_are_compared(
+    demo_llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_agents.show(demo_llm, turns=3)
     printed = capsys.readouterr().out
     said = re.findall(r"^([AB]): (.+)$", printed, re.M)
     assert [name for name, _ in said] == ["A", "B"] * 3

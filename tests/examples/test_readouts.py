@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of readouts, on one engine."""
 
-import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,33 +22,19 @@ import mean_rows  # noqa: E402
 TEXTS = ["The sun shone.", "The rain fell on the old house.", "Ben went home."]
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("sae")
-    width = json.loads((live_probe.DEMO_MODEL / "config.json").read_text())
-    features.random_sae(folder, width["hidden_size"])
-    opened = LLM(
-        str(live_probe.DEMO_MODEL),
-        enable_readouts=True,
-        sae={"features": str(folder)},
-        max_model_len=256,
-        enforce_eager=True,
-    )
-    yield opened
-    opened.llm_engine.engine_core.shutdown()
-
-
-def test_a_probe_stops_the_text(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    output = live_probe.watch(llm)
+def test_a_probe_stops_the_text(
+    demo_llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = live_probe.watch(demo_llm)
     assert output.outputs[0].stop_reason == "readout:watch"
     assert len(output.outputs[0].token_ids) < 48
     assert "stopped by readout:watch" in capsys.readouterr().out
 
 
 def test_the_last_layer_says_what_was_written(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
+    demo_llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lens.show(llm, "The old house by the river", tokens=10)
+    lens.show(demo_llm, "The old house by the river", tokens=10)
     rows = capsys.readouterr().out.splitlines()[1:]
     words = [re.findall(r"'(?:[^'\\]|\\.)*'|\"[^\"]*\"", row) for row in rows]
     assert len(words) == 9
@@ -58,15 +42,23 @@ def test_the_last_layer_says_what_was_written(
     assert [row[-1] for row in words[:-1]] == [row[0] for row in words[1:]]
 
 
-def test_features_of_each_token(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    features.show(llm, "The old house by the river", tokens=6)
+def test_features_of_each_token(
+    demo_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    width = demo_llm.model_config.get_hidden_size()
+    sae = features.random_sae(tmp_path, width)
+    demo_llm.register_readout_module("features", str(sae))
+    features.show(demo_llm, "The old house by the river", tokens=6)
     printed = capsys.readouterr().out.splitlines()
+    demo_llm.unregister_readout_module("features")
     assert len(printed) == 5
     assert all(len(re.findall(r"\d+: \d", line)) == 3 for line in printed)
 
 
-def test_mean_rows_of_a_corpus(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    mean_rows.show(llm, TEXTS)
+def test_mean_rows_of_a_corpus(
+    demo_llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mean_rows.show(demo_llm, TEXTS)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("3 texts, ")
     assert len(printed) == 7

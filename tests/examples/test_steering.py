@@ -2,7 +2,6 @@
 """The steering examples, on one engine; `test_http.py` runs the client's."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from tests.support.scripts import load
 from tests.v1.steering import _engine  # noqa: F401 - sets the environment
-from vllm.steering.extract import CONSUMER
 from vllm.steering.vectors import load_vectors
 from vllm.v1.residual.model_identity import identity_of_path
 from vllm.v1.steering.spec.provenance import Source
@@ -19,8 +17,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "steering"
 TONE = FOLDER / "tone.safetensors"
 sys.path.insert(0, str(FOLDER))  # the examples are scripts
-
-import demo_engine  # noqa: E402
 
 
 def test_the_vector_belongs_to_the_demo_model() -> None:
@@ -31,17 +27,8 @@ def test_the_vector_belongs_to_the_demo_model() -> None:
     assert vectors.taps == [(2, "post_block")]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    llm = demo_engine.small_engine(
-        capture_consumers=[CONSUMER], steering_modules={"tone": str(TONE)}
-    )
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-
-
 @pytest.fixture
-def run(engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+def run(demo_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     """Run an example on the shared engine; returns its output."""
 
     def call(name: str, *arguments: Any) -> str:
@@ -50,7 +37,7 @@ def run(engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
 
         def shared(**options: Any) -> Any:
             asked.append(options)
-            return engine
+            return demo_llm
 
         monkeypatch.setattr(script, "small_engine", shared)
         script.main(*arguments)
@@ -104,10 +91,10 @@ def test_a_condition_leaves_cheerful_stories_alone(run: Any) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_feature_of_an_sae_trained_here_decides_the_tone(
-    run: Any, engine: Any
+    run: Any, demo_llm: Any
 ) -> None:
     printed = run("clamp_feature").splitlines()
-    engine.unregister_readout_module("small")
+    demo_llm.unregister_readout_module("small")
     assert float(printed[0].split()[1].rstrip(";")) > 0.8
     plain, without, _ = (line[19:] for line in printed[1:])
     assert "blue" in plain and "blue" not in without
@@ -129,7 +116,7 @@ def test_extracting_makes_the_vector_in_the_same_folder(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_each_chat_of_a_batch_is_steered_by_its_own(engine: Any) -> None:
+def test_each_chat_of_a_batch_is_steered_by_its_own(demo_llm: Any) -> None:
     # Not an example, but this engine has a chat template.
     from vllm import SamplingParams
 
@@ -145,7 +132,7 @@ def test_each_chat_of_a_batch_is_steered_by_its_own(engine: Any) -> None:
         return SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, **steered)
 
     cases = [(chat, one) for chat in chats for one in fields]
-    outputs = engine.chat(
+    outputs = demo_llm.chat(
         [chat for chat, _ in cases],
         [params(**one) for _, one in cases],
         use_tqdm=False,
@@ -154,8 +141,8 @@ def test_each_chat_of_a_batch_is_steered_by_its_own(engine: Any) -> None:
     ways = {tuple(texts[number :: len(fields)]) for number in range(len(fields))}
     assert len(ways) == len(fields), "two of the ways do the same"
     for (chat, one), text, output in zip(cases, texts, outputs, strict=True):
-        (alone,) = engine.chat(chat, params(**one), use_tqdm=False)
+        (alone,) = demo_llm.chat(chat, params(**one), use_tqdm=False)
         assert alone.outputs[0].text == text, (chat, one)
         prompt = {"prompt_token_ids": output.prompt_token_ids}
-        (written,) = engine.generate(prompt, params(**one), use_tqdm=False)
+        (written,) = demo_llm.generate(prompt, params(**one), use_tqdm=False)
         assert written.outputs[0].text == text, (chat, one)

@@ -81,24 +81,6 @@ def test_controls_have_the_vectors_place_and_dose() -> None:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    from vllm import LLM
-    from vllm.steering.extract import CONSUMER
-
-    llm = LLM(
-        str(ROOT / "examples/demo_model/weights"),
-        dtype="float32",
-        enforce_eager=True,
-        enable_steering=True,
-        max_steering_configs=16,
-        max_logprobs=-1,
-        capture_consumers=[CONSUMER],
-    )
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(scope="module")
 def pairs() -> list[Pair]:
     """Pairs of stories with one opening and an end in each tone."""
     ends: dict[str, list[str]] = {"cheerful": [], "gloomy": []}
@@ -117,13 +99,13 @@ DOSES = [0.1, 0.3]
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_examples_vector_is_ranked_above_its_controls_and_noise_is_not(
-    engine: Any, pairs: list[Pair], tmp_path: Path
+    demo_llm: Any, pairs: list[Pair], tmp_path: Path
 ) -> None:
     tone = load_vectors(ROOT / "examples/steering/tone.safetensors")
     noise = np.random.default_rng(9).normal(size=tone.width).astype(np.float32)
     both = VectorSet({**tone.vectors, (4, "post_block"): noise}, tone.provenance)
     harmless = neutral_openings(6, seed=6)
-    points = evaluate(engine, both, pairs, harmless, DOSES, max_tokens=16)
+    points = evaluate(demo_llm, both, pairs, harmless, DOSES, max_tokens=16)
     assert len(points) == 2 * len(KINDS) * len(DOSES)
     for point in points:
         assert point.kl >= 0 and point.perplexity >= 1 and 0 <= point.right_sign <= 1
@@ -149,13 +131,13 @@ def test_the_examples_vector_is_ranked_above_its_controls_and_noise_is_not(
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_vector_that_is_turned_around_works_the_other_way_and_is_judged(
-    engine: Any, pairs: list[Pair], judge: Any
+    demo_llm: Any, pairs: list[Pair], judge: Any
 ) -> None:
     rate, asked = judge
     tone = load_vectors(ROOT / "examples/steering/tone.safetensors")
     turned = replace(tone, vectors={tap: -v for tap, v in tone.vectors.items()})
     openings = neutral_openings(2, seed=6)
-    points = evaluate(engine, turned, pairs, openings, [0.3], 4, judge=rate)
+    points = evaluate(demo_llm, turned, pairs, openings, [0.3], 4, judge=rate)
     (point,) = [point for point in points if point.kind == "vector"]
     assert point.effect < 0 and point.right_sign < 0.2 and point.auroc < 0.1
     assert not verdicts(points, kl_limit=10.0)[0].works

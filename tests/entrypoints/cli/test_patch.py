@@ -25,7 +25,7 @@ def test_a_sweep_is_shown_drawn_and_written(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     started: list[Any],
-    llm: Any,
+    demo_llm: Any,
 ) -> None:
     out, values = tmp_path / "map.png", tmp_path / "map.json"
     words = (CLEAN, CORRUPT, "--model", DEMO, "--answer", " and", "--foil", " but")
@@ -38,7 +38,7 @@ def test_a_sweep_is_shown_drawn_and_written(
     assert out.stat().st_size > 1000
     written = json.loads(values.read_text())
     expected = patch_sweep(
-        llm,
+        demo_llm,
         CLEAN,
         CORRUPT,
         hooks="pre_attn",
