@@ -2,22 +2,34 @@
 """The asynchronous client: the other one, on threads."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from clearbox_client.client import MAX_BYTES, Client
 from clearbox_client.connection import CURRENT, Exchange
-from clearbox_client.replies import Chunk, Reply
+from clearbox_client.replies import Chunk
 from clearbox_client.requests import Messages, Prompt
 
 MOST_AT_ONCE = 256
 """Requests that run at once, each on a thread; others wait."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Method = Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]
+
+
+def _awaited(method: Callable[Concatenate[Client, P], T]) -> Method[P, T]:
+    """The counterpart of a method of `Client`, with its parameters and docstring."""
+
+    @wraps(method)
+    async def run(self: "AsyncClient", *args: P.args, **named: P.kwargs) -> T:
+        return await self._run(method, self._client, *args, **named)
+
+    return run
 
 
 class AsyncClient:
@@ -53,37 +65,11 @@ class AsyncClient:
         """The model's name; the server is asked once if none was given."""
         return await self._run(lambda: self._client.model)
 
-    async def models(self) -> list[dict[str, Any]]:
-        """What the server says of its models; see `Client.models`."""
-        return await self._run(self._client.models)
-
-    async def complete(
-        self, prompt: Prompt, *, tokens: bool = False, **fields: Any
-    ) -> Reply:
-        """Complete a text or token ids; see `Client.complete`."""
-        return await self._run(self._client.complete, prompt, tokens=tokens, **fields)
-
-    async def chat(
-        self, messages: Messages, *, tokens: bool = False, **fields: Any
-    ) -> Reply:
-        """Generate a chat's next message; arguments are those of `complete`."""
-        return await self._run(self._client.chat, messages, tokens=tokens, **fields)
-
-    async def complete_many(
-        self,
-        prompts: Sequence[Prompt | Messages],
-        *,
-        concurrency: int = 32,
-        progress: bool = True,
-        **fields: Any,
-    ) -> list[Reply]:
-        """Complete texts, token ids or chats, some at a time; see `Client`."""
-        chosen = {"concurrency": concurrency, "progress": progress, **fields}
-        return await self._run(self._client.complete_many, prompts, **chosen)
-
-    async def logprobs(self, prompt: Prompt) -> list[tuple[str, float]]:
-        """The log-probability of each token of a text; see `Client.logprobs`."""
-        return await self._run(self._client.logprobs, prompt)
+    models = _awaited(Client.models)
+    complete = _awaited(Client.complete)
+    chat = _awaited(Client.chat)
+    complete_many = _awaited(Client.complete_many)
+    logprobs = _awaited(Client.logprobs)
 
     async def stream(
         self, prompt: Prompt | Messages, **fields: Any
@@ -99,73 +85,20 @@ class AsyncClient:
             exchange.abort()  # Does nothing to a stream that has ended.
             self._threads.submit(_close, chunks)
 
-    async def token_texts(self, token_ids: list[int]) -> list[str]:
-        """The text of each token on its own."""
-        return await self._run(self._client.token_texts, token_ids)
-
-    async def patch_sweep(self, prompt: Prompt, **fields: Any) -> dict[str, Any]:
-        """Run a patching sweep; see `Client.patch_sweep`."""
-        return await self._run(self._client.patch_sweep, prompt, **fields)
-
-    async def drop_run(self, run: str) -> bool:
-        """Drop a run that is kept for patching; see `Client.drop_run`."""
-        return await self._run(self._client.drop_run, run)
-
-    async def capture_status(self) -> dict[str, Any]:
-        """The server's consumers, limits, hook points and counters."""
-        return await self._run(self._client.capture_status)
-
-    async def steering(self) -> dict[str, Any]:
-        """The global vectors, as `GET /v1/steering` returns them."""
-        return await self._run(self._client.steering)
-
-    async def modules(self) -> dict[str, Any]:
-        """The named modules, as `GET /v1/steering/modules` returns them."""
-        return await self._run(self._client.modules)
-
-    async def set_steering(
-        self, *, key: str | None = None, **fields: Any
-    ) -> dict[str, Any]:
-        """Set the global vectors: `vectors`, `prefill_vectors`, `decode_vectors`."""
-        return await self._run(self._client.set_steering, key=key, **fields)
-
-    async def clear_steering(self, *, key: str | None = None) -> dict[str, Any]:
-        """Remove the global vectors; requests keep their own."""
-        return await self._run(self._client.clear_steering, key=key)
-
-    async def register_module(
-        self, name: str, vectors: Mapping[str, Any], *, key: str | None = None
-    ) -> dict[str, Any]:
-        """Register vectors under a name, for `steering_name`."""
-        return await self._run(self._client.register_module, name, vectors, key=key)
-
-    async def unregister_module(
-        self, name: str, *, key: str | None = None
-    ) -> dict[str, Any]:
-        """Unregister a named module."""
-        return await self._run(self._client.unregister_module, name, key=key)
-
-    async def readouts(self) -> dict[str, Any]:
-        """The named probes, translators and SAEs, limits and counters."""
-        return await self._run(self._client.readouts)
-
-    async def register_probe(
-        self, name: str, path: str, **options: Any
-    ) -> dict[str, Any]:
-        """Register a probe or a translator; see `Client.register_probe`."""
-        return await self._run(self._client.register_probe, name, path, **options)
-
-    async def register_sae(
-        self, name: str, path: str, **options: Any
-    ) -> dict[str, Any]:
-        """Register a sparse autoencoder; see `Client.register_sae`."""
-        return await self._run(self._client.register_sae, name, path, **options)
-
-    async def unregister_readout(
-        self, name: str, *, key: str | None = None
-    ) -> dict[str, Any]:
-        """Unregister a probe, a translator or an SAE."""
-        return await self._run(self._client.unregister_readout, name, key=key)
+    token_texts = _awaited(Client.token_texts)
+    patch_sweep = _awaited(Client.patch_sweep)
+    drop_run = _awaited(Client.drop_run)
+    capture_status = _awaited(Client.capture_status)
+    steering = _awaited(Client.steering)
+    modules = _awaited(Client.modules)
+    set_steering = _awaited(Client.set_steering)
+    clear_steering = _awaited(Client.clear_steering)
+    register_module = _awaited(Client.register_module)
+    unregister_module = _awaited(Client.unregister_module)
+    readouts = _awaited(Client.readouts)
+    register_probe = _awaited(Client.register_probe)
+    register_sae = _awaited(Client.register_sae)
+    unregister_readout = _awaited(Client.unregister_readout)
 
     async def _run(self, call: Callable[..., T], *args: Any, **named: Any) -> T:
         return await self._run_in(Exchange(), partial(call, *args, **named))

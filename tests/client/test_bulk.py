@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from clearbox_client import AsyncClient, ClearboxError, Client, shared
+from clearbox_client import AsyncClient, ClearboxError, Client, bulk, shared
 from clearbox_client.payloads import decode
 
 from tests.client._answering import served
@@ -182,3 +182,13 @@ def test_the_name_of_the_memory_is_the_servers() -> None:
     assert handed is not None
     path = f"/proc/self/fd/{handed.files[0].number}"
     assert os.readlink(path).startswith(shared.NAME)
+
+
+def test_only_requests_for_plain_rows_ask_for_safetensors() -> None:
+    assert bulk.accept_of({}) == {}
+    spec: dict[str, Any] = {"hooks": {"post_block": [1]}}
+    body = {"capture": {"inline": spec}}
+    assert bulk.accept_of(body)["Accept"].startswith("application/safetensors")
+    assert bulk.accept_of({**body, "stream": True}) == {}
+    spec["encoding"] = "zstd"
+    assert bulk.accept_of(body) == {}
