@@ -3,16 +3,18 @@
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
+from clearbox_client.connection import Connections
 
 from tests.capture_dataset._collecting import ROOT
-from vllm.capture_dataset import load_dataset, remote
+from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import NAME, Manifest
 from vllm.capture_dataset.plan import Plan
@@ -47,8 +49,10 @@ def entry(layer: int, positions: list[int], values: Any = 1.0) -> dict[str, Any]
 def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     changes: Answers = {}
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        path = request.url.path
+    @contextmanager
+    def ask(
+        _: Connections, method: str, path: str, body: bytes = b"", headers: Any = None
+    ) -> Iterator[Any]:
         told: dict[str, Any] = {"data": [{"id": "m", "max_model_len": 64}]}
         if path == "/v1/capture":
             points = {str(layer): ["post_block"] for layer in range(2)}
@@ -56,7 +60,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
         if path == "/v1/readouts":
             told = {"modules": {}}
         if path == "/v1/completions":
-            asked = json.loads(request.content)
+            asked = json.loads(body)
             ids, spec = asked["prompt"], asked["capture"]["inline"]
             end = len(ids) + asked["max_tokens"] - 1
             first = len(ids) - 1 if spec["positions"] == "last_prompt" else 0
@@ -66,17 +70,14 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
                 "choices": [{"token_ids": [7] * asked["max_tokens"]}],
                 "capture_results": {"inline": {"status": "ok", "payload": payload}},
             }
-            if len(ids) == 1 and path in changes:  # the first question, for the width
-                return httpx.Response(200, json=told)
-        changes.get(path, lambda _: None)(told)
+        if path != "/v1/completions" or len(ids) > 1:  # not the question for the width
+            changes.get(path, lambda _: None)(told)
         content = told.get("instead", json.dumps(told))
-        return httpx.Response(200, content=content)
+        sent = content.encode() if isinstance(content, str) else content
+        kind = "application/json"
+        yield SimpleNamespace(status=200, kind=kind, read=lambda: sent)
 
-    class Client(httpx.Client):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(transport=httpx.MockTransport(answer), **options)
-
-    monkeypatch.setattr(remote.httpx, "Client", Client)
+    monkeypatch.setattr(Connections, "ask", ask)
     return changes
 
 
@@ -143,7 +144,7 @@ WRONG: list[tuple[Change, str]] = [
     (lambda told: payload(told)[0].update(entry(0, [0, 1, 2])), "other positions"),
     (whole_numbers, "dtype 'int32'"),
     (lambda told: payload(told)[1].update(dtype="float16"), "."),
-    (lambda told: payload(told)[0].update(shape=[8, 2]), "shape"),
+    (lambda told: payload(told)[0].update(shape=[8, 2]), "8 rows"),
     (lambda told: payload(told)[1].update(entry(1, [0, 1, 2, 3], np.nan)), "finite"),
     (lambda told: payload(told)[1].update(entry(1, [0, 1, 2, 3], np.inf)), "finite"),
     (lambda told: payload(told)[0].update(data="%%%"), "."),

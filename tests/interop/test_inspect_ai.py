@@ -14,7 +14,7 @@ from vllm.interop.inspect_ai.activations import (
     activations_of,
     without_rows,
 )
-from vllm.interop.inspect_ai.responses import accept_of, document_in
+from vllm.interop.inspect_ai.responses import document_in
 from vllm.interop.vllm_lens import SteeringVector, tensors
 from vllm.v1.capture.transport.bodies import as_safetensors
 from vllm.v1.capture.transport.parts import Part
@@ -114,11 +114,3 @@ def test_rows_are_read_from_safetensors() -> None:
     payload = activations_of(document, None)["4:resid_pre"]
     assert torch.equal(payload.tensor, rows)
     assert without_rows(document["capture_results"]) == {"inline": {"status": "ok"}}
-
-
-def test_only_requests_for_plain_rows_ask_for_safetensors() -> None:
-    assert accept_of({}) == {}
-    capture = {"inline": {"hooks": {"post_block": [1]}}}
-    assert accept_of({"capture": capture})["Accept"].startswith("application/safe")
-    capture["inline"]["encoding"] = "zstd"
-    assert accept_of({"capture": capture}) == {}

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server that has the consumer `inline`, and runs single prompts."""
 
-import base64
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import torch
+from clearbox_client import ClearboxError, Client, InputError, Readout, Reply, RowSet
 
 from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.runners import (
@@ -22,12 +20,13 @@ from vllm.capture_dataset.spec import ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.results import RowsByTap
-from vllm.v1.readouts.results import Array, ReadoutResult
+from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.residual.selectors import parse_positions
 
-TIMEOUT_SECONDS = 600.0
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of rows."""
+INTEGERS = ("token_ids", "features", "keys")
+"""Arrays of readouts that are int32 in an engine."""
 MALFORMED = (
     LookupError,
     TypeError,
@@ -55,21 +54,17 @@ class Server:
             CaptureValidationError: the server does not answer, or lacks a feature.
 
         """
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=concurrency)
-        self._http = httpx.Client(
-            base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, limits=limits
-        )
+        self._client = Client(url, api_key=api_key)
         self.url = url
         self.concurrency = concurrency
         with self._understood():
-            model = self._get("/v1/models")["data"][0]
-            self._served = str(model["id"])
-            self._points = self._hook_points()
-        root = str(model.get("root") or self._served)
+            model = self._client.models()[0]
+            status = self._client.capture_status()
+            self._check_consumer(status)
+            root = str(model.get("root") or model["id"])
         self.tokenizer = _tokenizer(tokenizer or root)
         with self._understood():
-            self.model = self._facts(model, root)
+            self.model = self._facts(model, status, root)
 
     @contextmanager
     def _understood(self) -> Iterator[None]:
@@ -83,7 +78,7 @@ class Server:
             yield
         except CaptureValidationError:
             raise
-        except (httpx.HTTPError, *MALFORMED) as error:
+        except (ClearboxError, *MALFORMED) as error:
             raise fail(
                 f"server: {self.url} does not answer as expected "
                 f"({type(error).__name__}: {error}); start a server of this version "
@@ -92,8 +87,7 @@ class Server:
                 self.url,
             ) from None
 
-    def _hook_points(self) -> dict[int, tuple[str, ...]]:
-        status = self._get("/v1/capture")
+    def _check_consumer(self, status: Mapping[str, Any]) -> None:
         if "inline" not in [one["name"] for one in status.get("consumers", ())]:
             raise fail(
                 f"server: {self.url} has no consumer inline; start it with "
@@ -101,43 +95,30 @@ class Server:
                 "server",
                 self.url,
             )
-        self._other_widths = status.get("other_widths", {})
-        return {
-            int(layer): tuple(points) for layer, points in status["hook_points"].items()
-        }
 
-    def _facts(self, model: dict[str, Any], root: str) -> ModelFacts:
+    def _facts(
+        self, model: Mapping[str, Any], status: Mapping[str, Any], root: str
+    ) -> ModelFacts:
         from vllm.v1.residual.model_identity import digest_of_weights
 
-        width, dtype = self._try()
-        if not (dtype in DTYPES and isinstance(width, int) and width > 0):
-            raise ValueError(f"rows have {width!r} values of dtype {dtype!r}")
+        points = {int(at): tuple(own) for at, own in status["hook_points"].items()}
+        layer, names = next(iter(points.items()))
+        spec = {"hooks": {names[0]: [layer]}, "positions": "last_prompt"}
+        (row,) = self._complete([0], spec, 1).rows.values()  # For its width and dtype.
+        if row.dtype not in DTYPES or row.stored.ndim != 2 or not row.stored.size:
+            raise ValueError(f"rows have {row.stored.shape} of dtype {row.dtype!r}")
         return ModelFacts(
-            name=self._served,
+            name=self._client.model,
             architecture="",
             weights=digest_of_weights(root) if Path(root).is_dir() else "",
             tokenizer="",
-            num_layers=max(self._points) + 1,
-            hidden_size=width,
+            num_layers=max(points) + 1,
+            hidden_size=row.stored.shape[1],
             max_model_len=int(model["max_model_len"]),
-            dtype=dtype,
-            hook_points=self._points,
-            other_widths=self._other_widths,
+            dtype=row.dtype,
+            hook_points=points,
+            other_widths=status.get("other_widths", {}),
         )
-
-    def _try(self) -> tuple[int, str]:
-        """The width and the dtype of a row, from a request for one."""
-        layer, points = next(iter(self._points.items()))
-        spec = {"hooks": {points[0]: [layer]}, "positions": "last_prompt"}
-        reply = self._complete([0], spec, 1)
-        (entry,) = reply["capture_results"]["inline"]["payload"]
-        return entry["shape"][1], entry["dtype"]
-
-    def _get(self, path: str) -> Any:
-        with self._understood():
-            reply = self._http.get(path)
-            reply.raise_for_status()
-            return reply.json()
 
     def _complete(
         self,
@@ -145,34 +126,20 @@ class Server:
         spec: dict[str, Any],
         max_tokens: int,
         readouts: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        body = {
-            "model": self._served,
-            "prompt": ids,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "return_token_ids": True,
-            "capture": {"inline": spec},
-        }
-        if readouts:
-            body["readouts"] = dict(readouts)
-        reply = self._http.post("/v1/completions", json=body)
-        if reply.status_code != httpx.codes.OK:
-            try:
-                message = reply.json()["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                message = reply.text[:500]
-            if reply.is_server_error:
-                raise httpx.HTTPStatusError(
-                    f"status {reply.status_code}: {message}",
-                    request=reply.request,
-                    response=reply,
-                )
-            raise fail(
-                f"server: the request was refused: {message}", "server", self.url
+    ) -> Reply:
+        try:
+            return self._client.complete(
+                ids,
+                max_tokens=max_tokens,
+                temperature=0,
+                capture={"inline": spec},
+                readouts=dict(readouts or {}) or None,
             )
-        response: dict[str, Any] = reply.json()
-        return response
+        except ClearboxError as error:
+            if not 400 <= error.status < 500:
+                raise
+            said = f"server: the request was refused: {error.message}"
+            raise fail(said, "server", self.url) from None
 
     def run_one(self, prompt: Prompt, rows: RowsSpec, tokens: Tokens) -> Captured:
         """Run a prompt; thread-safe.
@@ -189,17 +156,17 @@ class Server:
             return self._captured(prompt, reply, rows, tokens)
         except (CaptureValidationError, CaptureRunError):
             raise
-        except httpx.HTTPError as error:
-            said = f"the server does not answer: {error!r}"
-            raise failed(prompt, said, ServerLostError) from error
-        except MALFORMED as error:
+        except (ClearboxError, *MALFORMED) as error:
+            if _is_lost(error):
+                said = f"the server does not answer: {error!r}"
+                raise failed(prompt, said, ServerLostError) from error
             said = f"{type(error).__name__}: {error}"
             raise failed(
                 prompt, f"the answer is not what was asked for: {said}"
             ) from error
 
     def _captured(
-        self, prompt: Prompt, reply: dict[str, Any], rows: RowsSpec, tokens: Tokens
+        self, prompt: Prompt, reply: Reply, rows: RowsSpec, tokens: Tokens
     ) -> Captured:
         """The rows of a prompt, compared with what was asked for.
 
@@ -208,16 +175,16 @@ class Server:
             Exception: one of `MALFORMED`: the answer is none, or not to this request.
 
         """
-        result = reply["capture_results"]["inline"]
-        if result["status"] != "ok":
-            raise failed(prompt, str(result["error"]))
-        generated = reply["choices"][0]["token_ids"]
+        result = reply.captures["inline"]
+        if result.status != "ok":
+            raise failed(prompt, str(result.error))
+        generated = reply.token_ids or []
         if not 1 <= len(generated) <= rows.max_tokens:
             raise ValueError(f"{len(generated)} tokens were generated")
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in generated):
             raise ValueError("token_ids are not ids of tokens")
         wanted = positions_of(rows.positions, len(prompt.token_ids), len(generated))
-        payload = decoded(result["payload"] or [])
+        payload = _tensors(reply.rows, self.model.dtype)
         if rows.keep_when is not None:
             payload = payload or nothing_kept(rows.taps, self.model)
             kept = {*next(iter(payload.positions.values()))}
@@ -226,27 +193,31 @@ class Server:
             raise ValueError(f"there are rows of {list(payload)}")
         for (layer, hook), values in payload.items():
             where = f"{hook}.{layer}"
-            dtype = str(values.dtype).removeprefix("torch.")
             if payload.positions[layer, hook] != wanted:
                 raise ValueError(f"{where} has rows of other positions")
             if list(values.shape) != [len(wanted), self.model.hidden_size]:
                 raise ValueError(f"{where} has rows of shape {list(values.shape)}")
-            if dtype != self.model.dtype:
-                raise ValueError(f"{where} has values of dtype {dtype}")
             if not values.isfinite().all():
                 raise ValueError(f"{where} has values that are not finite")
-        found = decoded_readouts(reply.get("readouts") or {})
+        found = {name: _result(one) for name, one in reply.readouts.items()}
         check_readouts(found, rows.readouts)
         return captured(prompt, payload, generated, tokens, found)
 
     def readout_modules(self) -> dict[str, Any]:
         """The server's readout modules, in its own description."""
         with self._understood():
-            return dict(self._get("/v1/readouts")["modules"])
+            return dict(self._client.readouts()["modules"])
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self._client.close()
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether there was no answer, or the server has failed."""
+    if not isinstance(error, ClearboxError) or isinstance(error, InputError):
+        return False
+    return not error.status or error.status >= 500
 
 
 def positions_of(selector: Any, num_prompt: int, num_generated: int) -> list[int]:
@@ -271,41 +242,27 @@ def positions_of(selector: Any, num_prompt: int, num_generated: int) -> list[int
     return sorted(found)
 
 
-def decoded(entries: list[dict[str, Any]]) -> RowsByTap:
-    """Decode the payload of a response to tensors."""
-    rows = RowsByTap()
-    for entry in entries:
-        data = bytearray(base64.b64decode(entry["data"], validate=True))
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"rows have the dtype {entry['dtype']!r}")
-        dtype = getattr(torch, entry["dtype"])
-        # No memory is without bytes, which `frombuffer` refuses.
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0).to(dtype)
-        values = flat.view(entry["shape"])
-        facts = {"positions": entry["positions"], "token_ids": [], "encoding": None}
-        rows.put((entry["layer"], entry["hook"]), values, facts)
-    return rows
-
-
-_FACTS = ("kind", "positions", "taps", "error", "note", "num_prompt_tokens")
-"""Keys of a result that are no arrays."""
-ARRAY_DTYPES = {"token_ids": "int32", "features": "int32"}
-"""Dtypes of arrays that are lists in JSON; all others are float32, with NaN for
-null."""
-
-
-def decoded_readouts(response: dict[str, Any]) -> dict[str, ReadoutResult]:
-    """Decode the readouts of a response."""
-    found = {}
-    for name, one in response.items():
-        arrays = {
-            key: _array(key, value) for key, value in one.items() if key not in _FACTS
-        }
-        taps = tuple((layer, hook) for layer, hook in one["taps"])
-        found[name] = ReadoutResult(
-            one["kind"], one["positions"], taps, arrays, one.get("error")
-        )
+def _tensors(rows: RowSet, dtype: str) -> RowsByTap:
+    """The rows of a reply, which must have this dtype."""
+    found = RowsByTap()
+    for tap, one in rows.items():
+        if one.dtype != dtype:
+            raise ValueError(f"{tap[1]}.{tap[0]} has values of dtype {one.dtype!r}")
+        values = torch.from_numpy(one.stored).view(getattr(torch, dtype))
+        facts = {"positions": one.positions, "token_ids": [], "encoding": None}
+        found.put(tap, values, facts)
     return found
+
+
+def _result(told: Readout) -> ReadoutResult:
+    """A readout with the dtypes of an engine's."""
+    arrays = {
+        name: one.astype("int32") if name in INTEGERS else one
+        for name, one in told.arrays.items()
+    }
+    return ReadoutResult(
+        told.kind, told.positions, tuple(told.taps), arrays, told.error
+    )
 
 
 def check_readouts(
@@ -330,14 +287,6 @@ def check_readouts(
                     f"readout {name!r} has {len(array)} {key} at "
                     f"{len(result.positions)} positions"
                 )
-
-
-def _array(key: str, value: Any) -> Array:
-    if isinstance(value, dict):
-        dtype = np.dtype(value["dtype"]).newbyteorder("<")
-        flat = np.frombuffer(base64.b64decode(value["data"]), dtype)
-        return flat.reshape(value["shape"])
-    return np.array(value, ARRAY_DTYPES.get(key, "float32"))
 
 
 def _tokenizer(name: str) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import httpx2
+from clearbox_client import bulk
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelOutput
 from inspect_ai.model._model_call import ModelCall
 from inspect_ai.model._providers.vllm import VLLMAPI
@@ -15,7 +16,6 @@ from openai.types.chat import ChatCompletion
 
 from vllm.interop.inspect_ai.activations import activations_of, without_rows
 from vllm.interop.inspect_ai.responses import (
-    accept_of,
     body_of,
     document_in,
     layers_of,
@@ -133,7 +133,7 @@ class LensAPI(VLLMAPI):
             "/chat/completions",
             cast_to=httpx2.Response,
             body=body,
-            options={"headers": accept_of(body) | request["extra_headers"]},
+            options={"headers": bulk.accept_of(body) | request["extra_headers"]},
         )
         document = document_in(response)
         if isinstance(document, dict):

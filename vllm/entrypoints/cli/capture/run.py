@@ -20,6 +20,7 @@ from vllm.capture_dataset.runners import CaptureRunError, Runner, open_engine
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.options import specs_of
+from vllm.entrypoints.cli.steer.options import check_client
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.residual.bounds import counted
 
@@ -120,6 +121,7 @@ def _check_folder(survey: Survey, rows: RowsSpec, output: OutputSpec) -> None:
 
 def _runner(args: argparse.Namespace) -> Any:
     if args.server is not None:
+        check_client(args.server[0])
         from vllm.capture_dataset.remote import Server
         from vllm.capture_dataset.servers import ServersRunner
 

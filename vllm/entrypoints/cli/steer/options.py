@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +62,17 @@ def check_engine(args: argparse.Namespace) -> None:
         raise fail(message, "model", args.model)
 
 
+def check_client(url: str) -> None:
+    """Refuse a server where the client, which asks it, is not installed."""
+    if find_spec("clearbox_client") is None:
+        message = "server: the client asks it: pip install clearbox-client"
+        raise fail(message, "server", url)
+
+
 @contextmanager
 def _server(url: str, api_key: str | None) -> Iterator[Any]:
-    try:
-        from clearbox_client import ClearboxError
-    except ImportError:
-        message = "server: the client asks it: pip install clearbox-client"
-        raise fail(message, "server", url) from None
+    check_client(url)
+    from clearbox_client import ClearboxError
 
     from vllm.steering.server import ServerEngine
 
