@@ -35,26 +35,24 @@ def test_build_reports_faults_and_fails(
     assert "1 fault(s), nothing was changed" in errors
 
 
-def test_diff_is_a_diff_and_nothing_else(arguments: list[str], capsys) -> None:
+def test_diff_is_a_diff_and_nothing_else(arguments: list[str], capfd) -> None:
     assert main(["diff", *arguments]) == 0
-    assert capsys.readouterr().out == (
-        "--- a/vllm/_version.py\n+++ b/vllm/_version.py\n@@ -1 +1,5 @@\n"
-        "-__version__ = '1.2.3'\n"
-        '+"""Version of the fork; upstream\'s release number, then ours."""\n+\n'
-        '+__version__ = version = "1.2.3+clearbox.1.cpu"\n'
-        '+__version_tuple__ = version_tuple = (1, 2, 3, "clearbox.1.cpu")\n'
-        "+__commit_id__ = commit_id = None\n"
-        "--- a/vllm/engine.py\n+++ b/vllm/engine.py\n@@ -1,3 +1,4 @@\n"
-        " def step(x):\n     y = x + 1\n+    count(y)\n     return y\n"
-        "--- /dev/null\n+++ b/vllm/ours/new.py\n@@ -0,0 +1 @@\n+VALUE = 1\n"
-    )
-
-
-def test_diff_stat_counts(arguments: list[str], capsys) -> None:
+    printed = capfd.readouterr().out.splitlines()
+    headers = ("diff --git", "new file", "index")
+    assert [line for line in printed if not line.startswith(headers)] == [
+        *("--- a/vllm/_version.py", "+++ b/vllm/_version.py", "@@ -1 +1,5 @@"),
+        "-__version__ = '1.2.3'",
+        '+"""Version of the fork; upstream\'s release number, then ours."""',
+        "+",
+        '+__version__ = version = "1.2.3+clearbox.1.cpu"',
+        '+__version_tuple__ = version_tuple = (1, 2, 3, "clearbox.1.cpu")',
+        "+__commit_id__ = commit_id = None",
+        *("--- a/vllm/engine.py", "+++ b/vllm/engine.py", "@@ -1,3 +1,4 @@"),
+        *(" def step(x):", "     y = x + 1", "+    count(y)", "     return y"),
+        *("--- /dev/null", "+++ b/vllm/ours/new.py", "@@ -0,0 +1 @@", "+VALUE = 1"),
+    ]
     assert main(["diff", *arguments, "--stat"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "edited +1     -0     vllm/engine.py" in lines
-    assert lines[-1] == "3 files, +7 -1 lines"
+    assert "3 files changed, 7 insertions(+), 1 deletion" in capfd.readouterr().out
 
 
 def test_check_passes_and_says_what_it_tested(arguments: list[str], capsys) -> None:
