@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from clearbox_client import ClearboxError, Client
 
-from tests.support.models import llama
 from tests.support.server import Server
 from vllm.entrypoints.serve.patch.client import (
     PatchStudy,
@@ -34,8 +33,6 @@ ANSWER, FOIL = 70, 80
 TWICE = {"prompt": "a dog and a dog", "clean_prompt": "a dog and a dog"}
 NARROW = pack_vectors(np.ones(3))
 ROUTE = "/v1/patch_sweep"
-CACHE = 4 << 20
-"""Bytes of all runs."""
 ASKED: dict[str, Any] = {
     "model": "tiny",
     "prompt": CORRUPT,
@@ -44,21 +41,6 @@ ASKED: dict[str, Any] = {
     "foil_token_id": FOIL,
     "metric": "logit_diff",
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    opened = Server(
-        llama(tmp_path_factory.mktemp("patched") / "llama"),
-        *("--enable-patching", "--max-patch-slots", "16", "--enable-readouts"),
-        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", "256", "--max-num-seqs", "16"),
-        *("--patch-source-cache-bytes", str(CACHE)),
-        *("--hook-points", "q", "z", "attn_out", "mlp_act"),
-        *("router_logits", "expert_ids"),
-    )
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -123,7 +105,8 @@ def test_a_grid_is_what_single_patched_requests_are(server: Server) -> None:
     with urllib.request.urlopen(dropped, timeout=60) as answer:
         assert json.load(answer) == {"dropped": True}
     assert not kept(server)
-    assert server.get("/v1/capture").body["consumers"][0]["name"] == "patch_source"
+    consumers = server.get("/v1/capture").body["consumers"]
+    assert "patch_source" in [one["name"] for one in consumers]
 
 
 def test_heads_and_points_inside_the_block_are_swept(
@@ -400,7 +383,7 @@ def test_an_interrupted_client_ends_the_cells(server: Server, client: Client) ->
         ({"clean_baseline": "x"}, "clean_baseline"),
         ({"n_cells": 3}, "n_cells"),
     ],
-    ids=str,
+    ids=lambda one: str(one)[:60],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_swept_is_a_400_before_the_first_cell(

@@ -3,9 +3,7 @@
 
 import base64
 import json
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
@@ -17,10 +15,8 @@ from clearbox_client import ClearboxError, Client, paired
 from clearbox_client.payloads import decode
 
 from tests.support.browser import opened
-from tests.support.models import llama
-from tests.support.plugins import HOOKS, install
 from tests.support.server import Server
-from tests.v1.readouts._reading import HIDDEN, draw, write_modules
+from tests.v1.readouts._reading import HIDDEN, draw
 from vllm.capture_dataset import load_dataset, remote
 from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.plan import Plan
@@ -35,53 +31,6 @@ from vllm.v1.readouts.modules import save_probe
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KEY = {"Authorization": "Bearer secret"}
-
-
-GUARD = """
-from vllm.v1.capture import CaptureSpec, SteeringController
-
-
-class Guard(SteeringController):
-    '''Steers conversations from their first generated token on.'''
-
-    def global_capture_spec(self):
-        return CaptureSpec(hooks={"post_block": [1]}, positions="all_generated")
-
-    def decide(self, request_view, residual):
-        from vllm.v1.worker.steering_action_queue import RequestSteeringOverride
-
-        vectors = {"post_block": {1: [30.0, -30.0] * 32}}
-        return RequestSteeringOverride(request_view.req_id, vectors, source="guard")
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("readouts")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    write_modules(folder)
-    named = {"scale": "lens_hooks:scale", "fails": "lens_hooks:fails"}
-    install(folder, "lens_hooks", HOOKS, group="vllm.hooks", **named)
-    install(folder, "guard_plugin", GUARD, guard="guard_plugin:Guard")
-    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
-    opened = Server(
-        llama(folder / "llama"),
-        *("--capture-consumers", "inline", "--enable-steering"),
-        *("--capture-consumers", "memory", "--capture-consumers", "guard"),
-        "--enable-scale-out",
-        *("--readout-modules", f"direction={folder / 'direction.safetensors'}"),
-        *("--sae", f"jump={folder / 'jump'}", "--steering-api-key", "secret"),
-        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", "256", "--max-num-seqs", "8"),
-        *("--trust-request-chat-template", "--vllm-lens-api"),
-        "--enable-lens-page",
-        PYTHONPATH=os.pathsep.join(filter(None, paths)),
-    )
-    yield opened
-    opened.close()
 
 
 def body(**more: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ PLACES = list(places(RIGHT))
 
 
 @given(where=st.sampled_from(PLACES), other=JSON)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_body_with_one_place_spoilt_is_refused_or_carried_out(
     where: tuple[Any, ...], other: Any
 ) -> None:

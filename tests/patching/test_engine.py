@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweeps of an engine equal hooks in transformers that change one row at a time.
-
-Llama runs compiled, the others eagerly.
-"""
+"""Sweeps of an engine equal hooks in transformers that change one row at a time."""
 
 import io
 import math
@@ -28,7 +25,11 @@ from vllm.v1.steering.errors import SteeringValidationError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-KINDS = ("llama", "gemma3", "cohere", "mixtral")
+KINDS = (
+    *("llama", "gemma3", "cohere", "mixtral"),
+    # Operations in compiled code: `tests/v1/steering/apart/test_compiled.py`.
+    pytest.param("llama compiled", marks=pytest.mark.soak),
+)
 """Plain blocks, norms behind branches, parallel branches, and experts."""
 OF_THE_STREAM = ("pre_attn", "post_attn", "post_block")
 """Where one reference changes rows; another one does inside the block."""
@@ -44,8 +45,9 @@ BOUND = 1e-4
 
 @pytest.fixture(scope="module", params=KINDS)
 def swept(request: Any, tmp_path_factory: Any) -> Iterator[tuple[Any, Any]]:
-    folder = tmp_path_factory.mktemp(request.param)
-    path = _models.save(request.param, folder / "model")
+    kind, _, compiled = request.param.partition(" ")
+    folder = tmp_path_factory.mktemp(kind)
+    path = _models.save(kind, folder / "model")
     probe = folder / "first.safetensors"
     save_probe(
         probe,
@@ -55,7 +57,7 @@ def swept(request: Any, tmp_path_factory: Any) -> Iterator[tuple[Any, Any]]:
     )
     llm = _engine.engine(
         path,
-        enforce_eager=request.param != "llama",
+        enforce_eager=not compiled,
         enable_patching=True,
         enable_steering=False,
         enable_prefix_caching=True,
