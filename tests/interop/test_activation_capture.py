@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.harness.worker_alone import WorkerAlone
-from tests.support.models import llama
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.check import run as check
@@ -37,11 +36,6 @@ ENGINE = {
     "gpu_memory_utilization": 0.2,
 }
 PROMPTS = ["Anna went home.", "The dog was here and there and there."]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

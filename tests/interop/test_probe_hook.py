@@ -6,17 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.models import llama
 from vllm.interop import probe_hook
 from vllm.v1.capture.errors import CaptureValidationError
 
 PROMPTS = ["Anna went home.", "The dog was here and there and there."]
 ENGINE = {"max_model_len": 128, "enforce_eager": True, "gpu_memory_utilization": 0.2}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +20,6 @@ def llm(model: Path) -> Iterator[probe_hook.LLM]:
     )
     yield opened
     opened.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 @pytest.mark.e2e
@@ -115,12 +102,6 @@ def test_layers_that_the_model_does_not_have_are_refused(llm, layers) -> None:
     with pytest.raises(CaptureValidationError, match="^layers: ") as error:
         options.of_model(llm.llm_engine.vllm_config)
     assert error.value.parameter == "layers"
-
-
-@pytest.mark.e2e
-def test_mistakes_in_layers_are_found_when_the_engine_starts(model: Path) -> None:
-    with pytest.raises(CaptureValidationError, match="layers 0 to 2; name one"):
-        probe_hook.LLM(str(model), layers=[7], dtype="float32", **ENGINE)
 
 
 def test_the_dtype_may_be_torchs_or_the_models() -> None:

@@ -2,36 +2,24 @@
 """The driver for TransformerLens, without its package."""
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests.support.models import llama
 from vllm import LLM
-from vllm.interop.transformer_lens import ENGINE, EngineDriver
+from vllm.interop.transformer_lens import EngineDriver
 from vllm.interop.transformer_lens.interventions import parsed
 
 TOKENS = torch.tensor([[5, 70, 300, 41, 9, 18], [7, 8, 9, 10, 11, 12]])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def driver(model: Path) -> Iterator[EngineDriver]:
-    options = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
-    llm = LLM(str(model), gpu_memory_utilization=0.2, **options, **ENGINE)
+@pytest.fixture
+def driver(llm: LLM) -> EngineDriver:
     config: Any = SimpleNamespace(n_layers=3, d_model=64)
-    yield EngineDriver(llm, config, "LlamaForCausalLM")
-    llm.llm_engine.engine_core.shutdown()
+    return EngineDriver(llm, config, "LlamaForCausalLM")
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +29,6 @@ def protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(name)
     module.ForwardResult = SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path):
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 SPECS = {

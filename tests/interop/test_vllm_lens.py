@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,11 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
-from tests.support.models import llama
 from tests.support.plugins import HOOKS, install
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.serve.utils.residual_fields import refuse_args
@@ -35,29 +31,6 @@ from vllm.v1.hooks.results import HookResult, decode, encode, merged_results
 from vllm.v1.steering.errors import SteeringValidationError
 
 PROMPT = "Anna went home and there."
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[LLM]:
-    opened = LLM(
-        str(model),
-        vllm_lens_api=True,
-        dtype="float32",
-        max_model_len=128,
-        enforce_eager=True,
-    )
-    yield opened
-    opened.llm_engine.engine_core.shutdown()
-
-
-@pytest.fixture(scope="module")
-def reference(model: Path):
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
 def asked(**args) -> SamplingParams:
