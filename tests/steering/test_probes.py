@@ -8,7 +8,6 @@ from vllm.steering import labelled
 from vllm.steering.labelled import Labelled
 from vllm.steering.probes import (
     TrainedProbe,
-    auroc,
     best_of,
     firing_rates,
     train,
@@ -53,12 +52,6 @@ def test_noise_is_not_parted() -> None:
     rows, labels = texts(gap=0.0)
     found = train(rows, labels, held_out(labels, 0.25, 0), "logistic")
     assert 0.2 < found.auroc < 0.8
-
-
-def test_the_area_counts_ties_half() -> None:
-    labels = np.array([True, True, False, False])
-    assert auroc(np.array([3.0, 1.0, 1.0, 0.0]), labels) == 3.5 / 4
-    assert auroc(np.zeros(4), labels) == 0.5
 
 
 def test_the_best_place_is_that_of_the_largest_area_then_margin() -> None:

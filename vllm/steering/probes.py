@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm.steering.evaluation.measures import auroc
 from vllm.steering.extract import ask
 from vllm.steering.labelled import Labels
 from vllm.steering.pairs import Prompt
@@ -104,9 +105,9 @@ def train(
     vector, bias = fit(known, answers, penalty)
     scores = rows[test] @ vector + bias
     accuracy = float(((scores > 0) == labels[test]).mean())
-    return TrainedProbe(
-        torch.from_numpy(vector).float(), bias, accuracy, auroc(scores, labels[test])
-    )
+    truth = labels[test]
+    area = auroc(scores[truth], scores[~truth])
+    return TrainedProbe(torch.from_numpy(vector).float(), bias, accuracy, area)
 
 
 def _mass_mean(rows: Rows, labels: Labels, _: float) -> tuple[Rows, float]:
@@ -137,13 +138,6 @@ def _logistic(rows: Rows, labels: Labels, penalty: float) -> tuple[Rows, float]:
     found = weights.detach().numpy()
     vector = found[:-1] / spread
     return vector, float(found[-1] - vector @ mean)
-
-
-def auroc(scores: Rows, labels: Labels) -> float:
-    """The area under the ROC curve; ties count half."""
-    above, below = scores[labels][:, None], scores[~labels][None]
-    wins = (above > below) + 0.5 * (above == below)
-    return float(wins.mean())
 
 
 def best_of(

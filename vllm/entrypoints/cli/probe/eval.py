@@ -37,7 +37,8 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print how a probe classifies texts, and at how many of their tokens it fires."""
-    from vllm.steering.probes import auroc, firing_rates, token_values
+    from vllm.steering.evaluation.measures import auroc
+    from vllm.steering.probes import firing_rates, token_values
     from vllm.v1.readouts.modules import ProbeModule, load_module
 
     module = load_module(NAME, str(args.probe))
@@ -62,5 +63,5 @@ def run(args: argparse.Namespace) -> None:
     fired, falsely = firing_rates(values, data.labels, threshold)
     print(f"texts      {len(scores)}, {int(data.labels.sum())} of them positive")
     print(f"accuracy   {accuracy:.1%} at the threshold {threshold:g}")
-    print(f"AUROC      {auroc(scores, data.labels):.3f}")
+    print(f"AUROC      {auroc(scores[data.labels], scores[~data.labels]):.3f}")
     print(f"tokens     fires at {fired:.1%} in positive texts, {falsely:.1%} in others")

@@ -9,6 +9,7 @@ from vllm.entrypoints.cli.steer.options import (
     add_reading_arguments,
     add_server_arguments,
     add_shared,
+    as_chats,
     check_engine,
     parse_scales,
     reading_of,
@@ -128,12 +129,7 @@ def _harmless(args: argparse.Namespace) -> "list[Prompt]":
     from vllm.steering.pairs import read_prompts
 
     prompts = read_prompts(args.harmless)
-    if args.chat:
-        return [
-            [{"role": "user", "content": one}] if isinstance(one, str) else one
-            for one in prompts
-        ]
-    return prompts
+    return as_chats(prompts) if args.chat else prompts
 
 
 def _judge(args: argparse.Namespace) -> "RemoteJudge | None":

@@ -320,17 +320,18 @@ def prompts_of(args: argparse.Namespace) -> "list[Prompt]":
         prompts += read_prompts(args.prompts)
     if not prompts:
         raise fail("prompt: give --prompt TEXT or --prompts FILE", "prompt", None)
-    if args.chat:
-        prompts = [_as_chat(prompt) for prompt in prompts]
+    prompts = as_chats(prompts) if args.chat else prompts
     if len({type(prompt) for prompt in prompts}) > 1:
         raise fail("prompts: texts and chats are mixed; use --chat", "prompts", None)
     return prompts
 
 
-def _as_chat(prompt: "Prompt") -> "Prompt":
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return prompt
+def as_chats(prompts: "list[Prompt]") -> "list[Prompt]":
+    """The prompts, with texts as a user's message."""
+    return [
+        [{"role": "user", "content": one}] if isinstance(one, str) else one
+        for one in prompts
+    ]
 
 
 def sampling_of(args: argparse.Namespace, **fields: Any) -> "SamplingParams":
