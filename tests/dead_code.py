@@ -26,6 +26,7 @@ IGNORED_NAMES = [
     "cmd*",  # overrides of upstream's commands
     "subparser_init",
     "new_message",  # called by upstream's encoder
+    "writelines",  # of asyncio's transports
     "split_*",  # the weave writes calls of it
     "HostMemory",  # named by an entry point
     "to_numpy",  # for users, as the next two

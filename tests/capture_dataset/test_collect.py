@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A data set holds each row once, however the runs that collect it end."""
 
-import errno
 import json
 import random
 import re
@@ -160,29 +159,6 @@ def test_views_are_padded_and_statistics_are_over_everything(
     assert float(alike[0, 1]) == pytest.approx(float(pair.mean()), abs=1e-5)
     with pytest.raises(KeyError, match="layer 2"):
         data.layer(2)
-
-
-def test_a_full_disk_leaves_what_is_there_readable(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = WRITERS["parquet"]
-
-    def write(shard: Any, path: Path, facts: dict[str, Any]) -> list[Path]:
-        if shard.number == 3:
-            path.write_bytes(b"half a file")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(shard, path, facts)
-
-    monkeypatch.setitem(WRITERS, "parquet", write)
-    with pytest.raises(OSError, match="No space"):
-        collected(source, tmp_path / "out")
-    data = load_dataset(tmp_path / "out")
-    assert not data.manifest.complete and len(data.manifest.shards) == 3
-    assert data.layer(1).statistics().num_rows
-    monkeypatch.setitem(WRITERS, "parquet", real)
-    collected(source, tmp_path / "out", resume=True)
-    collected(source, tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_folder_of_another_data_set_is_refused(source: Path, tmp_path: Path) -> None:

@@ -172,6 +172,9 @@ def test_a_dry_run_tells_and_writes_nothing(call: Call, tmp_path: Path) -> None:
     wanted = ["prompts", "tokens", "rows", "bytes", "read", "time"]
     assert [name for name in names if name in wanted] == wanted
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    call(source, *PLAIN, "--out", tmp_path / "out")
+    rows = 2 * load_dataset(tmp_path / "out").columns.num_rows
+    assert "prompts     9\n" in told and f"{rows:,} of 192 float32" in told
 
 
 def test_a_disk_that_is_full_leaves_what_is_there_and_says_what_to_do(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm capture` with an engine: the model's rows, however a run ends."""
+"""`vllm capture` with an engine: the model's rows."""
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.capture_dataset._collecting import ROOT, contents
+from tests.capture_dataset._collecting import ROOT
 from tests.support.hf_reference import Reference, relative_error
 from vllm.capture_dataset import load_dataset, runners
 from vllm.capture_dataset.collect import collect
@@ -19,7 +18,6 @@ from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.runners import EngineRunner
 from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
 from vllm.capture_dataset.survey import Survey
-from vllm.entrypoints.cli.capture.run import estimate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -126,19 +124,6 @@ def test_rows_are_stored_where_a_readout_fires(
     assert Manifest.read(tmp_path / "kept").facts["keep_when"] == rule
 
 
-class Ending(Progress):
-    """Ends a run after a number of prompts."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(1, disable=True)
-        self.count = count
-
-    def done(self, *counts: int) -> None:
-        self.count -= 1
-        if self.count < 0:
-            raise KeyboardInterrupt
-
-
 def test_the_rows_are_the_models(
     runner: EngineRunner,
     source: Path,
@@ -163,44 +148,6 @@ def test_the_rows_are_the_models(
             assert relative_error(found, expected[layer, "post_block"]) < 1e-4
         assert "".join(tokens[done + 1 : done + count]).startswith(told[number])
         done += count
-
-
-def test_runs_ended_at_random_make_the_bytes_of_one_that_is_not(
-    runner: EngineRunner, source: Path, tmp_path: Path
-) -> None:
-    whole = planned(runner, source, tmp_path / "whole", positions="last_prompt")
-    whole.output = OutputSpec(folder=tmp_path / "whole", shard_bytes=12_000)
-    collect(whole, runner, Progress(1, disable=True))
-    chance, ends = random.Random(0), 0
-    while not ends or not Manifest.read(tmp_path / "parts").complete:
-        plan = planned(runner, source, tmp_path / "parts", positions="last_prompt")
-        plan.output = OutputSpec(
-            folder=tmp_path / "parts", shard_bytes=12_000, resume=True
-        )
-        try:
-            collect(plan, runner, Ending(chance.randint(1, 14)))
-        except KeyboardInterrupt:
-            # Like in a new process, the state of this run is dropped.
-            engine = runner._llm.llm_engine
-            engine.abort_request(list(engine.output_processor.request_states))
-            while engine.has_unfinished_requests():
-                engine.step()
-        ends += 1
-    assert ends > 4
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-
-
-def test_a_dry_run_counts_exactly_and_writes_nothing(
-    runner: EngineRunner, source: Path, tmp_path: Path, capsys: Any
-) -> None:
-    plan = planned(runner, source, tmp_path / "out", positions="all_prompt")
-    estimate(plan, runner)
-    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    tokens = sum(len(prompt.token_ids) for prompt in plan.prompts())
-    assert told["prompts"] == "60"
-    assert told["rows"] == f"{2 * tokens:,} of 192 float32"
-    assert told["time"].startswith("about")
-    assert not (tmp_path / "out").exists()
 
 
 def run_cli(*words: str) -> int:

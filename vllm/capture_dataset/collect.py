@@ -6,14 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 from vllm import __version__
-from vllm.capture_dataset.manifest import Manifest, ShardFile, manifest_path
+from vllm.capture_dataset.manifest import Manifest, ShardFile, manifest_path, taken
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.prompts import Prompt
 from vllm.capture_dataset.runners import Runner, Writer
 from vllm.capture_dataset.shards import ShardFolder
 from vllm.capture_dataset.table import Captured, Shard
-from vllm.v1.capture.errors import fail
 
 
 def begin(plan: Plan) -> Manifest:
@@ -26,12 +25,7 @@ def begin(plan: Plan) -> Manifest:
     folder, facts = plan.output.folder, plan.facts()
     there = manifest_path(folder).is_file()
     if there and not plan.output.resume:
-        raise fail(
-            f"out: {str(folder)!r} holds a data set already; use --resume to continue "
-            "it, or choose another folder",
-            "out",
-            str(folder),
-        )
+        raise taken(folder)
     if not there:
         about = {
             "version": __version__,

@@ -153,6 +153,16 @@ def manifest_path(folder: Path) -> Path:
     return earlier if earlier.is_file() else folder / NAME
 
 
+def taken(folder: Path) -> Exception:
+    """The error for a folder that is not to be continued."""
+    return fail(
+        f"out: {str(folder)!r} holds a data set already; use --resume to continue it, "
+        "or choose another folder",
+        "out",
+        str(folder),
+    )
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) < 120 else f"{text[:117]}..."

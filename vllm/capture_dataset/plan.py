@@ -12,7 +12,7 @@ from vllm.capture_dataset.prompts import Prompt, Tokens
 from vllm.capture_dataset.readouts import ReadoutColumn, columns_of, completed
 from vllm.capture_dataset.runners import Runner
 from vllm.capture_dataset.shards import groups
-from vllm.capture_dataset.spec import ModelFacts, OutputSpec, RowsSpec
+from vllm.capture_dataset.spec import ITEM_SIZES, ModelFacts, OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.v1.capture.errors import fail
 from vllm.v1.residual.addresses import why_not
@@ -20,7 +20,6 @@ from vllm.v1.residual.selectors import first_outside, parse_positions
 
 SPECIAL_TOKENS = 8
 """More than a tokenizer adds to a text."""
-ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from vllm.capture_dataset.formats.saelens import (
 )
 from vllm.capture_dataset.manifest import ShardFile, checksum
 from vllm.capture_dataset.prompts import Prompt
+from vllm.capture_dataset.spec import ITEM_SIZES
 from vllm.capture_dataset.table import Shard
 
 ASIDE = ".incomplete"
@@ -92,7 +93,7 @@ class ShardFolder:
         # The file that readers look for is renamed last.
         for path in reversed(written):
             os.replace(path, self._folder / path.name)
-        values = self._facts["model"]["hidden_size"] * _SIZES[shard.stored_dtype]
+        values = self._facts["model"]["hidden_size"] * ITEM_SIZES[shard.stored_dtype]
         rows = shard.num_rows * len(shard.taps)
         return ShardFile(
             file=written[0].name,
@@ -127,6 +128,3 @@ class ShardFolder:
         path = self._aside / name
         path.write_text(json.dumps(content, indent=1))
         os.replace(path, self._folder / name)
-
-
-_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -12,6 +12,8 @@ FORMATS = ("parquet", "safetensors", "saelens")
 EARLIER_FORMATS = ("arrow", "filesystem", "zarr")
 """Formats of earlier versions, which are refused."""
 VALUE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a stored value, by dtype."""
 WITHOUT_BFLOAT16 = ("parquet", "saelens")
 """Formats whose readers have no bfloat16: it is stored as float32, which is exact."""
 

@@ -4,7 +4,7 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.capture_dataset.progress import parse_bytes
 from vllm.capture_dataset.readouts import parse_readouts
@@ -24,6 +24,7 @@ from vllm.v1.residual.selectors import parse_positions
 from vllm.v1.residual.tap import HOOK_NAMES
 
 COMPRESSIONS = ("none", "zstd", "lz4")
+Spec = TypeVar("Spec", SourceSpec, RowsSpec, OutputSpec)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -285,25 +286,20 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         raise fail("ray: give --ray or --server, not both", "ray", args.ray)
     if args.out is None and not args.dry_run:
         raise fail("out: give the data set's folder with --out DIR", "out", None)
-    source = SourceSpec(
+    replaces = args.on_repeated_id == "replace"
+    source = _spec(
+        SourceSpec,
+        args,
         path=args.source,
-        column=args.column,
         id_column=args.id,
-        carry=args.carry,
-        chat=args.chat,
-        split=args.split,
-        limit=args.limit,
-        replace_repeated=args.on_repeated_id == "replace",
-        truncate=args.truncate,
+        replace_repeated=replaces,
     )
-    rows = RowsSpec(
+    rows = _spec(
+        RowsSpec,
+        args,
         hooks=args.hook,
         layers=tuple(args.layers or ()),
-        positions=args.positions,
-        max_tokens=args.max_tokens,
-        values_dtype=args.values_dtype,
         readouts=parse_readouts(args.readout),
-        keep_when=args.keep_when,
     )
     named = (rows.keep_when or {}).get("readout")
     if rows.keep_when is not None and named not in rows.readouts:
@@ -313,15 +309,15 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
             "keep_when",
             rows.keep_when,
         )
-    output = OutputSpec(
-        folder=args.out or Path(),
-        format=args.format,
-        shard_bytes=args.shard_size,
-        compression=args.compression,
-        context_size=args.context_size,
-        resume=args.resume,
-    )
+    folder = args.out or Path()
+    output = _spec(OutputSpec, args, folder=folder, shard_bytes=args.shard_size)
     return source, rows, output
+
+
+def _spec(kind: type[Spec], args: argparse.Namespace, **given: Any) -> Spec:
+    """A spec of what is given, and of the options that have the names of its fields."""
+    names = kind.__dataclass_fields__.keys() - given.keys()
+    return kind(**given, **{name: getattr(args, name) for name in names})
 
 
 def _resolve_hooks(args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from vllm.capture_dataset.collect import begin, collect
-from vllm.capture_dataset.manifest import NAME, Manifest, manifest_path
+from vllm.capture_dataset.manifest import NAME, Manifest, manifest_path, taken
 from vllm.capture_dataset.plan import Plan, known_facts
 from vllm.capture_dataset.progress import Progress, human_bytes, human_seconds
 from vllm.capture_dataset.runners import CaptureRunError, Runner, open_engine
@@ -21,7 +21,7 @@ from vllm.capture_dataset.spec import OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.options import specs_of
 from vllm.entrypoints.cli.steer.options import check_client
-from vllm.v1.capture.errors import CaptureValidationError, fail
+from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.residual.bounds import counted
 
 TRIED_PROMPTS = 32
@@ -108,12 +108,7 @@ def _check_folder(survey: Survey, rows: RowsSpec, output: OutputSpec) -> None:
     if not manifest_path(output.folder).exists():
         return
     if not output.resume:
-        raise fail(
-            f"out: {str(output.folder)!r} holds a data set already; use --resume to "
-            "continue it, or choose another folder",
-            "out",
-            str(output.folder),
-        )
+        raise taken(output.folder)
     manifest = Manifest.read(output.folder)
     known = known_facts(survey, rows, output)
     manifest.check_same(manifest.facts | known, output.folder)
