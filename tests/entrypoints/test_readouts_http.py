@@ -116,7 +116,7 @@ def test_rows_are_kept_where_a_readout_fires(server: Server) -> None:
     asked |= {"capture": {"memory": rows}, "capture_wait": True}
     told = server.post("/v1/completions", asked).body["capture_results"]["memory"]
     assert (told["status"], told["kept"], told["payload"]) == ("ok", 0, None)
-    status, told = server.get("/v1/capture/memory/quiet")
+    status, told = server.get("/v1/capture/memory/quiet?instance=memory")
     assert status == 404 and "keep_when of its request did not fire" in str(told)
 
 

@@ -19,7 +19,7 @@ from vllm.steering.evaluation.curves import draw_points, points_table
 from vllm.steering.evaluation.engine import Answer
 from vllm.steering.evaluation.evaluate import Point, evaluate, verdicts
 from vllm.steering.evaluation.judge import RemoteJudge
-from vllm.steering.evaluation.measures import (
+from vllm.steering.measures import (
     auroc,
     divergence,
     harmonic_mean,

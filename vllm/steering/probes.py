@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm.steering.evaluation.measures import auroc
 from vllm.steering.extract import ask
 from vllm.steering.labelled import Labels
+from vllm.steering.measures import auroc
 from vllm.steering.pairs import Prompt
 from vllm.v1.residual.tap import Tap
 

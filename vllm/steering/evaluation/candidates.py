@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.steering.directions import Rows
-from vllm.steering.evaluation.measures import auroc
+from vllm.steering.measures import auroc
 from vllm.v1.residual.tap import Tap
 
 VECTOR, RANDOM, SHUFFLED = "vector", "random", "shuffled"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm.steering.evaluation.measures import Values
 from vllm.steering.extract import ask
+from vllm.steering.measures import Values
 from vllm.steering.pairs import Pair, Prompt
 
 if TYPE_CHECKING:

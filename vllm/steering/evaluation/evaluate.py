@@ -10,8 +10,8 @@ import numpy as np
 
 from vllm.steering.evaluation.candidates import VECTOR, Candidate, candidates
 from vllm.steering.evaluation.engine import Answer, answers, log_odds, next_tokens
-from vllm.steering.evaluation.measures import divergence, repetition, standard_error
 from vllm.steering.extract import capture_rows
+from vllm.steering.measures import divergence, repetition, standard_error
 from vllm.steering.pairs import Pair, Prompt
 from vllm.steering.sweep import Generated, mean, perplexities
 from vllm.v1.steering.spec.files import VectorSet

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import httpx
 
 from vllm.steering.evaluation.engine import Answer
-from vllm.steering.evaluation.measures import harmonic_mean
+from vllm.steering.measures import harmonic_mean
 from vllm.v1.steering.errors import fail
 
 QUESTIONS = {

@@ -37,7 +37,7 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print how a probe classifies texts, and at how many of their tokens it fires."""
-    from vllm.steering.evaluation.measures import auroc
+    from vllm.steering.measures import auroc
     from vllm.steering.probes import firing_rates, token_values
     from vllm.v1.readouts.modules import ProbeModule, load_module
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of an evaluation."""
+"""Measures of probes and of evaluations."""
 
 import math
 from collections.abc import Sequence
