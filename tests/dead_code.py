@@ -27,7 +27,8 @@ IGNORED_NAMES = [
     "subparser_init",
     "new_message",  # called by upstream's encoder
     "writelines",  # of asyncio's transports
-    "split_*",  # the weave writes calls of it
+    "split_*",  # the weave writes calls of it, and of the next
+    "streams_first",
     "HostMemory",  # named by an entry point
     "to_numpy",  # for users, as the next two
     "to_pandas",

@@ -30,7 +30,9 @@ what was compared with the Transformers library. `python -m fork models` prints 
 page; with `--upstream`, that of another release.
 
 - **3** stands for `pre_attn`, `post_attn` and `post_block`; **5** for these with
-  `mlp_in` and `mlp_out`; **3-5** where only some of the layers have them.
+  `mlp_in` and `mlp_out`, **7** also with `attn_add` and `mlp_add`; **3-5** where only
+  some of the layers have them. *streams*: `streams_pre` and `streams_post` in place of
+  the three.
 - **by** says what placed the points: *analysis*, or a *rule* that helps it.
 - **CPU** and **CUDA** give the largest relative error of any captured row, by dtype,
   and of a change at a hook point after `/`; **TP** and **PP** whether several
@@ -110,7 +112,9 @@ def _points(row: ArchitectureReport) -> str:
     if not whole:
         return "its model's"
     counts = sorted({len(parts | set(layer.points)) for layer in whole})
-    return "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    text = "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    several = any("streams_pre" in layer.points for layer in whole)
+    return f"{text}, streams" if several else text
 
 
 def _placed_by(row: ArchitectureReport) -> str:

@@ -15,7 +15,7 @@ from .stream import Unprovable
 
 
 def resolve(cls: LayerClass, anchors: Sequence[Anchor]) -> list[Site]:
-    """The site of each anchor in the class's `forward`.
+    """The site of each anchor in the methods of a class.
 
     Raises:
         Unprovable: an anchor matches no statement, or several.
@@ -25,19 +25,21 @@ def resolve(cls: LayerClass, anchors: Sequence[Anchor]) -> list[Site]:
             anchor.point,
             anchor.method,
             anchor.arguments,
-            _statement(cls, anchor.statement),
+            _statement(cls, anchor),
             anchor.after,
         )
         for anchor in anchors
     ]
 
 
-def _statement(cls: LayerClass, beginning: str) -> cst.CSTNode:
-    statements = m.findall(cls.methods["forward"], m.SimpleStatementLine() | m.If())
-    found = [node for node in statements if _text(node).startswith(beginning)]
+def _statement(cls: LayerClass, anchor: Anchor) -> cst.CSTNode:
+    if anchor.within not in cls.methods:
+        raise Unprovable(f"the rule's anchor is in {anchor.within}, which is not there")
+    statements = m.findall(cls.methods[anchor.within], m.SimpleStatementLine() | m.If())
+    found = [node for node in statements if _text(node).startswith(anchor.statement)]
     if len(found) != 1:
         raise Unprovable(
-            f"the rule's anchor {beginning!r} begins {len(found)} statements"
+            f"the rule's anchor {anchor.statement!r} begins {len(found)} statements"
         )
     return found[0]
 

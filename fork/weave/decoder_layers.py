@@ -28,10 +28,14 @@ from .mlp_points import MLP_POINTS, place_mlp, prove_mlp
 from .placement import BLOCK, POST, PRE, Site, final_terms, place
 from .proof import prove
 from .rules import NOT_TAPPED, REFUSED, RULES, Rule
+from .several_streams import NO_SUM, STREAMS_POST, STREAMS_PRE, prove_streams
 from .stream import Role, Unprovable, sublayers
 
 _NO_RULE = Rule(reason="")
-_ORDER = (PRE, ATTN_ADD, POST, *MLP_POINTS, MLP_ADD, BLOCK)
+_ORDER = (
+    *(STREAMS_PRE, PRE, ATTN_ADD, POST),
+    *(*MLP_POINTS, MLP_ADD, BLOCK, STREAMS_POST),
+)
 """The points in the order of the forward pass."""
 _ADVICE = "add a rule or a refusal in rules.py"
 
@@ -184,6 +188,11 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
     cls = parsed.classes[name]
     if "forward" not in cls.methods:
         return _Plan(cls, rule, ())
+    if rule.streams:
+        lacks = dict.fromkeys(ADDED_POINTS, NO_SUM)
+        plan = _Plan(cls, rule, tuple(resolve(cls, rule.anchors)), lacks)
+        traces = _traces(cls, rule)
+        return _with(plan, parsed, MLP_POINTS, lambda early: place_mlp(traces, early))
     traces = _traces(cls, rule)
     meaning = _meaning(traces) if rule.proven else ""
     plan = _Plan(cls, rule, _sites(cls, rule, traces), meaning=meaning)
@@ -244,7 +253,12 @@ def _woven(parsed: Module, plans: list[_Plan]) -> Module:
     ]
     records = {
         p.cls.node: Decoration(
-            p.points(), p.rule.unless, p.rule.runs, p.partial, p.rule.sometimes
+            p.points(),
+            p.rule.unless,
+            p.rule.runs,
+            p.partial,
+            p.rule.sometimes,
+            p.rule.streams,
         )
         for p in own
     }
@@ -257,7 +271,10 @@ def _prove(woven: Module, plan: _Plan) -> list[Trace]:
     points = plan.points()
     cls = woven.classes[plan.name]
     traces = _traces(cls, plan.rule)
-    if plan.rule.proven:
+    if plan.rule.streams:
+        for trace in traces:
+            prove_streams(trace)
+    elif plan.rule.proven:
         for trace in traces:
             prove(trace, several_mixers=plan.rule.several_mixers)
     if set(MLP_POINTS) <= set(points):

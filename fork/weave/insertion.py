@@ -31,6 +31,10 @@ _RUNS = """@property
 def hook_points_runs(self) -> dict[int, str]:
     return {{int(run): attention.layer_name for run, attention in {runs}}}
 """
+_STREAMS = """@property
+def hook_points_streams(self) -> int:
+    return {streams}
+"""
 _IMPORT = "from vllm.model_executor.layers.residual import tap as residual_tap\n"
 
 
@@ -44,6 +48,7 @@ class Decoration:
     partial: tuple[str, ...] = ()
     """The points that hold partial sums where there are several ranks."""
     sometimes: tuple[Sometimes, ...] = ()
+    streams: str = ""
 
     def decorator(self) -> cst.Decorator:
         """The decorator that records the points."""
@@ -53,13 +58,17 @@ class Decoration:
         return cst.Decorator(cst.parse_expression(text))
 
     def members(self) -> list[cst.BaseStatement]:
-        """The properties `hook_points_unless`, `..._lacking`, `..._runs`, if needed."""
+        """The properties `hook_points_unless`, `_lacking`, `_runs` and `_streams`.
+
+        Those that are needed.
+        """
         pairs = "".join(f"({met}, {why!r}),\n" for met, why in self.unless.items())
         texts = [_PROPERTY.format(pairs=indent(pairs, " " * 8))] if pairs else []
         few = [(one.lacking, one.points, one.why) for one in self.sometimes]
         pairs = "".join(f"({met}, {names!r}, {why!r}),\n" for met, names, why in few)
         texts += [_LACKING.format(pairs=indent(pairs, " " * 8))] if pairs else []
         texts += [_RUNS.format(runs=self.runs)] if self.runs else []
+        texts += [_STREAMS.format(streams=self.streams)] if self.streams else []
         statements = [cst.parse_statement(text) for text in texts]
         line = cst.EmptyLine(indent=False)
         return [node.with_changes(leading_lines=[line]) for node in statements]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Anchor:
     statement: str
     """Beginning of the statement at which to insert; exactly one must match."""
     after: bool = False
+    within: str = "forward"
+    """The method of the class that has the statement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,11 @@ class Rule:
     Those of optional points are proven like the analysis's own.
     """
     points: tuple[str, ...] = ("pre_attn", "post_attn", "post_block")
+    streams: str = ""
+    """Expression over `self`: the number of streams, of a layer with several.
+
+    Its points are `streams_pre` and `streams_post`, placed by hand and proven.
+    """
     several_mixers: bool = False
     """Whether a token mixer may add to the stream after `post_attn`."""
     proven: bool = True
@@ -147,6 +155,23 @@ def _scaled_in_half(condition: str) -> tuple[Sometimes, ...]:
             "torch.float16",
             why="in float16 the stream is scaled behind what attention adds",
         ),
+    )
+
+
+_HYPER = (
+    "hyper-connections: a layer takes in the streams of the layer before only inside "
+    "a fused kernel that mixes and norms them at once"
+)
+
+
+def _several_streams(reason: str, streams: str, *anchors: Anchor, **facts: Any) -> Rule:
+    """The rule of a layer with several streams; `facts` are further fields."""
+    return Rule(
+        reason=reason,
+        streams=streams,
+        points=("streams_pre", "streams_post"),
+        anchors=anchors,
+        **facts,
     )
 
 
@@ -473,12 +498,49 @@ RULES: Mapping[str, Rule] = {
         ),
         proven=False,
     ),
+    f"{_MODELS}gemma3n:Gemma3nDecoderLayer": _several_streams(
+        "AltUp: a block predicts all streams, computes its sublayers on one of them, "
+        "and corrects all of them by it",
+        "self.altup.altup_num_inputs",
+        Anchor(
+            point="streams_pre",
+            method="streams_first",
+            arguments=("hidden_states",),
+            statement="predictions = self.altup.predict(hidden_states)",
+        ),
+        Anchor(
+            point="streams_post",
+            method="streams_first",
+            arguments=("corrected_predictions",),
+            statement="return corrected_predictions",
+        ),
+    ),
+    **{
+        f"models/deepseek_v4/{device}/model:DeepseekV4DecoderLayer": _several_streams(
+            "hyper-connections: each sublayer reads a mix of the streams, and is "
+            "written to all of them",
+            "self.hc_mult",
+            Anchor(
+                point="streams_pre",
+                method="streams",
+                arguments=("x",),
+                statement="if not self.use_fused_mhc",
+            ),
+            Anchor(
+                point="streams_post",
+                method="streams",
+                arguments=("x",),
+                statement="return x, None, None, None",
+                within="_forward_unfused_post_pre",
+            ),
+            cases=({"self.use_fused_mhc": False},),
+            unless={"self.use_fused_mhc": _HYPER},
+            inline=("_forward_unfused_post_pre",),
+        )
+        for device in ("amd", "cpu")
+    },
 }
 
-_HYPER = (
-    "hyper-connections: a layer takes in the streams of the layer before only inside "
-    "a fused kernel that mixes and norms them at once"
-)
 _DEFERRED = (
     "the MLP's output is convolved, added and normed in one kernel of the next layer: "
     "the stream and its norm leave it together, an intervention could not reach both"
@@ -503,13 +565,8 @@ REFUSED: Mapping[str, str] = {
     "models/flint/model:FlintDecoderLayer": _FUSED_DECODE,
     "models/muse_spark/amd/model:MuseSpark1xDecoderLayer": _FUSED_BOUNDARY,
     "models/muse_spark/nvidia/model:MuseSpark1xDecoderLayer": _FUSED_BOUNDARY,
-    f"{_MODELS}gemma3n:Gemma3nDecoderLayer": "AltUp: a block predicts four streams, "
-    "computes its sublayers on one of them and corrects all four by it, so that no "
-    "single tensor is the residual stream, and points of several are not there",
     "models/inkling/amd/model:InklingDecoderLayer": _DEFERRED,
     "models/inkling/nvidia/model:InklingDecoderLayer": _DEFERRED,
-    "models/deepseek_v4/amd/model:DeepseekV4DecoderLayer": _HYPER,
-    "models/deepseek_v4/cpu/model:DeepseekV4DecoderLayer": _HYPER,
     "models/deepseek_v4/nvidia/model:DeepseekV4DecoderLayer": _HYPER,
     "models/deepseek_v4/xpu/model:DeepseekV4DecoderLayer": _HYPER,
     "models/deepseek_v41/amd/model:DeepseekV4DecoderLayer": _HYPER,

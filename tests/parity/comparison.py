@@ -15,7 +15,7 @@ from tests.parity.bounds import Bounds, Expected, generated
 from tests.parity.distance import at_point, relative
 from tests.parity.engine import Answer, Answers
 from tests.parity.inside import INSIDE
-from tests.parity.recipe import ADDED, ORDER
+from tests.parity.recipe import ADDED, ORDER, STREAMS
 from tests.parity.reference import Reference, Stream, Tap
 
 NO_TENSOR = "the library has no tensor of it"
@@ -74,7 +74,7 @@ def compare(
         compared.wrong_rows.append(f"the reference has no {sorted(unknown)}")
         return compared
     layers = {layer for layer, _ in reference.points}
-    missing = {(i, h) for i in layers for h in ORDER} - expected_taps
+    missing = {(i, h) for i in layers for h in reference.order} - expected_taps
     if missing:
         compared.wrong_rows.append(f"no taps at {sorted(missing)}")
     for answer in answers.requests:
@@ -172,9 +172,10 @@ def _elsewhere(
     """Negative controls of interventions at neighbouring places."""
     layer, hook = tap
     yield tap, 1.1 if bounds.exact else -1.0
-    if hook not in ORDER:
+    order = reference.order
+    if hook not in order:
         return
-    for ahead in ORDER[ORDER.index(hook) + 1 :][:1]:
+    for ahead in order[order.index(hook) + 1 :][:1]:
         if not reference.are_one(tap, (layer, ahead)):
             yield (layer, ahead), 1.0
 
@@ -204,10 +205,14 @@ def neighbours(
         next_layer = stream.get((layer + 1, hook), rows)
         if next_layer.shape == rows.shape and not torch.equal(next_layer, rows):
             yield f"{here}, one layer off", passes(next_layer)
-        if hook not in ORDER[1:]:
+        order = STREAMS if hook in STREAMS else ORDER
+        if order is STREAMS:
+            passed = passes(rows.roll(rows.shape[-1] // 2, dims=-1))
+            yield f"{here}, streams in another order", passed
+        if hook not in order[1:]:
             continue
         # pre_attn -> post_attn -> post_block: the addition of one branch.
-        before = ORDER[ORDER.index(hook) - 1]
+        before = order[order.index(hook) - 1]
         branch = rows - stream[layer, before]
         yield f"{here}, the branch alone", passes(branch)
         if not branch.any():

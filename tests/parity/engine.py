@@ -120,12 +120,14 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
     asked = requests(taps)
     spec = {"hooks": _by_hook(points), "positions": "all"}
     width = engine.model_config.get_hidden_size()
+    shapes = engine.vllm_config.capture_config.point_shapes
 
     def params(tap: Tap | None) -> Any:
         steering = {}
         if tap is not None:
             layer, hook = tap
-            steering = {"steering_vectors": {hook: {layer: vector(tap, width)}}}
+            wide, _ = shapes.get(layer, {}).get(hook, (width, 0))
+            steering = {"steering_vectors": {hook: {layer: vector(tap, wide)}}}
         return SamplingParams(
             max_tokens=MAX_TOKENS,
             temperature=0.0,

@@ -33,6 +33,8 @@ INSIDE = (
 )
 """The points that are recorded here, in the order of a pass."""
 ROUTERS = ("gate", "router")
+BESIDE = ("per_layer", "altup")
+"""Parts of names of linear modules that are neither attention's nor an MLP's."""
 _IN_PAIRS = "the library has the numbers of a head in another order"
 DIFFERING: Mapping[str, Mapping[str, str]] = {
     "BloomForCausalLM": {"attn_out": "the library adds the stream to it there"},
@@ -145,7 +147,9 @@ class Inside:
                 continue
             if set(name.split(".")) & set(ROUTERS) and _weight(module).shape[0] > 1:
                 self._watch_router(index, module)
-            elif isinstance(module, (nn.Linear, Conv1D)) and "per_layer" not in name:
+            elif isinstance(module, (nn.Linear, Conv1D)) and not any(
+                part in name for part in BESIDE
+            ):
                 self._watch_last(module, (index, "mlp_act"))
 
     def _watch_router(self, index: int, module: Any) -> None:

@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import nn
 
-HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
-ORDER = HOOKS[:3]
+ORDER = ("pre_attn", "post_attn", "post_block")
 """The points of the stream, in the order of a pass."""
+STREAMS = ("streams_pre", "streams_post")
+"""The points of a residual of several streams, in the order of a pass."""
+HOOKS = (*ORDER, "mlp_in", "mlp_out", *STREAMS)
 ADDED = ("embed", "attn_add", "mlp_add")
 """What enters the stream: its points, which are compared, are sums of these."""
 
@@ -30,6 +33,21 @@ class Spot:
     """Index of the result, on the side "out"."""
     run: int = 0
     """Number of earlier runs of the module in the same pass."""
+    axis: int | None = None
+    """The axis of the streams, if the tensor has several; a row has all of them."""
+
+    def rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows `[tokens, width]` of the tensor, float32."""
+        if self.axis is not None:
+            hidden = hidden.movedim(self.axis, -2).flatten(-2)
+        return hidden.detach().float().reshape(-1, hidden.shape[-1])
+
+    def plus(self, hidden: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """The tensor with a row added to that of each token."""
+        if self.axis is None:
+            return hidden + row
+        parts = hidden.movedim(self.axis, -2)
+        return (parts + row.view(parts.shape[-2:])).movedim(-2, self.axis)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from tests.parity.inside import Inside
-from tests.parity.recipe import ORDER, Point, Recipe, Spot
+from tests.parity.recipe import ORDER, STREAMS, Point, Recipe, Spot
 from tests.parity.substitutes import Substitute
 
 Tap = tuple[int, str]
@@ -59,6 +59,9 @@ class Reference:
             for index, (layer, run) in enumerate(runs)
             for hook, point in recipe.points(layer).items()
         }
+        several = any(hook in STREAMS for _, hook in self.points)
+        self.order = STREAMS if several else ORDER
+        """The points of the stream, or of the streams."""
         self._last_run = max(run for _, run in runs)
         self.inside: Inside | None = None
         """What the blocks compute inside, if each runs once in a pass."""
@@ -79,8 +82,7 @@ class Reference:
             assert run <= self._last_run, f"{spot} was met once too often"
             self._met[spot] += 1
             if run == spot.run:
-                rows = hidden.detach().float().reshape(-1, hidden.shape[-1])
-                self._seen[spot] = rows.clone()
+                self._seen[spot] = spot.rows(hidden).clone()
 
         def entering(module: nn.Module, args: Any, kwargs: Any) -> None:
             put(_entering(args, kwargs))
@@ -109,7 +111,7 @@ class Reference:
         rows, point = self._value(tap), self.points[tap]
         # A value that is read after the change includes it; a value other than the
         # stream is changed for the MLP only.
-        before = point.read == point.change and tap[1] in ORDER
+        before = point.read == point.change and tap[1] in self.order
         if before and self._added is not None and self._added[0] == tap:
             return rows + self._added[1]
         return rows
@@ -145,7 +147,8 @@ class Reference:
             self._changed += 1
             if self._changed != spot.run + 1:
                 return hidden
-            return hidden + (vector.to(hidden.dtype) / spot.scale).to(hidden.dtype)
+            change = (vector.to(hidden.dtype) / spot.scale).to(hidden.dtype)
+            return spot.plus(hidden, change)
 
         def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if args:
@@ -181,7 +184,8 @@ class Reference:
     def shared_with(self, tap: Tap) -> list[Tap]:
         """Later hook points that are equivalent, because nothing lies between."""
         layer, hook = tap
-        later = ORDER[ORDER.index(hook) + 1 :] if hook in ORDER else ()
+        order = self.order
+        later = order[order.index(hook) + 1 :] if hook in order else ()
         spot = self.points[tap].change
         taps = [(layer, name) for name in later]
         return [other for other in taps if self.points[other].change == spot]

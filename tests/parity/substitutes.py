@@ -63,6 +63,12 @@ class XieluInBfloat16(nn.Module):
         return torch.where(x > 0, self.above * x * x, self.below * bent) + x / 2
 
 
+def unscaled_layer_inputs(module: nn.Module) -> nn.Module:
+    """Gemma 3n's decoder whose inputs of layers, of two summands, are not scaled."""
+    module.get_buffer("per_layer_input_scale").fill_(1.0)
+    return module
+
+
 EXACT_GELU = Substitute(
     "gelu_impl",
     exact_gelu,
@@ -74,4 +80,10 @@ XIELU = Substitute(
     XieluInBfloat16,
     "the library's model is given an xIELU with parameters in bfloat16, as upstream"
     " keeps them in every model, for one with parameters in the model's dtype",
+)
+NO_LAYER_TABLE = Substitute(
+    "model",
+    unscaled_layer_inputs,
+    "the library's model has a table of zeros as each layer's own embeddings, unscaled,"
+    " because upstream ignores the table where there is text alone",
 )

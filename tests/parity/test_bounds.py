@@ -22,6 +22,8 @@ READ = torch.randn(WIDTH, WORDS, generator=generator)
 class Linear:
     """A stand-in for the library's model: one layer, with a random stream per seed."""
 
+    order = ORDER
+
     def __init__(self, error: float = 0.0, chosen: int = 0) -> None:
         self.points = {(0, hook): None for hook in ORDER}
         self._error = error

@@ -288,3 +288,87 @@ def test_every_rule_and_refusal_gives_a_reason() -> None:
         assert all(len(reason.split()) > 3 for reason in table.values())
     tables = [*rules.RULES, *rules.REFUSED, *rules.NOT_TAPPED]
     assert len(tables) == len(set(tables))
+
+
+STREAMS = """
+    def forward(self, hidden_states, residual=None):
+        if self.fused:
+            return self.in_one_kernel(hidden_states)
+        return self.apart(hidden_states, residual)
+
+    def apart(self, hidden_states, residual):
+        mixed = hidden_states.mean(0)
+        mixed = mixed + self.attn(self.norm_a(mixed))
+        out = self.mlp(self.norm_b(mixed))
+        hidden_states = self.spread({spread}, out)
+        return {returned}, None
+    """
+
+
+def several(source: str, monkeypatch: pytest.MonkeyPatch) -> WeaveResult:
+    """Weave `STREAMS` by a rule with both points."""
+    entering = Anchor(
+        point="streams_pre",
+        method="streams",
+        arguments=("hidden_states",),
+        statement="mixed = hidden_states.mean",
+        within="apart",
+    )
+    leaving = Anchor(
+        point="streams_post",
+        method="streams_first",
+        arguments=("hidden_states",),
+        statement="return ",
+        within="apart",
+    )
+    rule = Rule(
+        reason="streams",
+        streams="self.count",
+        points=("streams_pre", "streams_post"),
+        cases=({"self.fused": False},),
+        unless={"self.fused": "one kernel"},
+        inline=("apart",),
+        anchors=(entering, leaving),
+    )
+    monkeypatch.setattr(decoder_layers, "RULES", {KEY: rule})
+    return weave_module(mini.layer(source), MODULE)
+
+
+def test_a_layer_of_several_streams_has_points_of_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = STREAMS.format(spread="hidden_states", returned="hidden_states")
+    result = several(given, monkeypatch)
+    assert result.problems == ()
+    (layer,) = result.layers
+    assert layer.points == ("streams_pre", "streams_post", "mlp_in", "mlp_out")
+    assert set(layer.lacks) == {"attn_add", "mlp_add"}
+    assert layer.unless == ("one kernel",)
+    text = result.source or ""
+    assert 'residual_tap.streams(self, "streams_pre", hidden_states)' in text
+    assert 'residual_tap.streams_first(self, "streams_post", hidden_states)' in text
+    assert "return self.count" in text
+
+
+@pytest.mark.parametrize(
+    ("spread", "returned", "problem"),
+    [
+        ("hidden_states", "out", "streams_post is not what the layer returns"),
+        ("residual", "hidden_states", "streams_post is computed around streams_pre"),
+    ],
+)
+def test_streams_that_go_around_a_point_stop_the_build(
+    monkeypatch: pytest.MonkeyPatch, spread: str, returned: str, problem: str
+) -> None:
+    given = STREAMS.format(spread=spread, returned=returned)
+    (found,) = several(given, monkeypatch).problems
+    assert problem in found
+
+
+def test_an_anchor_in_a_method_that_is_gone_stops_the_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = STREAMS.format(spread="hidden_states", returned="hidden_states")
+    renamed = given.replace("apart", "elsewhere")
+    (found,) = several(renamed, monkeypatch).problems
+    assert "the rule's anchor is in apart, which is not there" in found

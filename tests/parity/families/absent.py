@@ -16,6 +16,8 @@ ON_GPUS = (
     "upstream has it for GPUs only, with sparse attention; no case of it is written"
 )
 
+IN_FP8 = "upstream keeps its cache in FP8 on every device, and no case allows for that"
+
 ABSENT = {
     NO_MODEL: (
         "BailingMoeV2_5ForCausalLM",
@@ -40,6 +42,7 @@ ABSENT = {
         "Step3TextForCausalLM",
     ),
     CODE: ("DeciLMForCausalLM",),
+    IN_FP8: ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
     DELTA: ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),
     WITH_PICTURES: (
         "CohereCompassForConditionalGeneration",

@@ -8,7 +8,7 @@ from torch import nn
 from tests.parity.cases import TOKENS, Case, common
 from tests.parity.families.llama import OPT, WINDOWED
 from tests.parity.recipe import POST_NORM, SANDWICH, Point, Recipe, Spot, named
-from tests.parity.substitutes import EXACT_GELU
+from tests.parity.substitutes import EXACT_GELU, NO_LAYER_TABLE
 
 GEMMA = {"query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
 BLOOM = {
@@ -75,7 +75,39 @@ def sandwich(
     )
 
 
+def gemma3n_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point]:
+    """Four streams `[4, 1, tokens, width]` enter and leave a block of Gemma 3n."""
+    mlp = named(layer, ("mlp",))
+    assert mlp is not None
+    spots = {
+        "streams_pre": Spot(layer, "in", axis=0),
+        "mlp_in": Spot(mlp, "in"),
+        "mlp_out": Spot(mlp, "out"),
+        "streams_post": Spot(layer, "out", axis=0),
+    }
+    return {hook: Point(spot, spot) for hook, spot in spots.items()}
+
+
 CASES = [
+    Case(
+        architecture="Gemma3nForCausalLM",
+        model_type="gemma3n_text",
+        options=common(
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=16,
+            num_kv_shared_layers=2,
+            laurel_rank=8,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=256,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+            tie_word_embeddings=True,
+        ),
+        recipe=Recipe(own=gemma3n_points),
+        zeros=("embed_tokens_per_layer",),
+        substitute=NO_LAYER_TABLE,
+        representative=True,
+    ),
     Case(
         architecture="GemmaForCausalLM",
         model_type="gemma",

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.residual import tap
+from vllm.model_executor.models.falcon_h1 import FalconH1SSMDecoderLayer
 from vllm.model_executor.models.gemma3n import Gemma3nDecoderLayer
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.residual.tap import MLP_POINTS
+from vllm.v1.worker.inner_points import shapes_of, why_missing
 from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
 
 POINTS = ["pre_attn", "post_attn", "post_block"]
@@ -100,10 +102,36 @@ def test_a_layer_that_is_not_understood_is_named_with_the_reason() -> None:
 
 
 def test_a_refused_layer_of_the_release_has_the_build_s_reason() -> None:
-    refused = Gemma3nDecoderLayer.__new__(Gemma3nDecoderLayer)
+    refused = FalconH1SSMDecoderLayer.__new__(FalconH1SSMDecoderLayer)
     nn.Module.__init__(refused)
     (refusal,) = find(Decoder(refused, refused)).refusals
-    assert refusal.startswith("Gemma3nDecoderLayer: AltUp: a block predicts four")
+    assert refusal.startswith("FalconH1SSMDecoderLayer: a part of a block")
+
+
+def gemma3n() -> nn.Module:
+    layer = Gemma3nDecoderLayer.__new__(Gemma3nDecoderLayer)
+    nn.Module.__init__(layer)
+    layer.altup = nn.Module()
+    layer.altup.altup_num_inputs = 4
+    return layer
+
+
+def test_a_layer_of_several_streams_says_how_many() -> None:
+    layers = find(Decoder(gemma3n(), gemma3n()))
+    assert layers.refusals == ()
+    assert layers.points == {n: ["streams_pre", "streams_post"] for n in (0, 1)}
+    assert layers.streams == {0: 4, 1: 4}
+    assert layers.blocks.keys() == {0, 1}
+    assert find(Decoder(Late(), Late())).streams == {}
+    whole = {"streams_pre": (32, 4), "streams_post": (32, 4)}
+    assert shapes_of({}, layers.streams, 8) == {0: whole, 1: whole}
+
+
+def test_which_points_of_the_stream_are_not_there_is_explained() -> None:
+    several = why_missing({0: gemma3n()}, ["post_block", "attn_add"], 1)
+    assert all("its residual is several streams" in why for why in several.values())
+    (single,) = why_missing({0: Late()}, ["streams_pre"], 1).values()
+    assert "one stream" in single
 
 
 def test_a_configuration_that_is_refused_says_what_there_would_be() -> None:

@@ -30,7 +30,7 @@ def parse_heads(
     if not shape.heads:
         raise fail(
             f"{at}: the rows of {tap[1]} do not consist of heads; those of q, k, v and "
-            "z do",
+            "z do, and those of streams_pre and streams_post of streams",
             at,
             shown(heads),
         )

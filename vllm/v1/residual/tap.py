@@ -23,12 +23,19 @@ InnerPoint = Literal[
     "mlp_add",
 ]
 MLPPoint = Literal["mlp_in", "mlp_out"]
-HookName = Literal["pre_attn", "post_attn", "post_block", MLPPoint, InnerPoint]
+StreamsPoint = Literal["streams_pre", "streams_post"]
+HookName = Literal[
+    "pre_attn", "post_attn", "post_block", StreamsPoint, MLPPoint, InnerPoint
+]
 """The point in a decoder block at which a row is read.
 
 `pre_attn`: the residual stream at the input of the block. `post_attn`: after the output
 of attention (or another token mixer) was added. `post_block`: at the output of the
 block, before any final norm. `mlp_in`, `mlp_out`: input and output of the MLP.
+
+`streams_pre`, `streams_post`: of a model whose residual is several streams, and which
+has none of these three: all streams, one after the other, as they enter and leave the
+block.
 
 Inside the block, only where enabled: `attn_in`, `attn_out`: input and output of the
 attention module. `q`, `k`, `v`: what attention reads, after rotary embeddings and
@@ -40,11 +47,14 @@ embeddings as they enter the stream. `attn_add`, `mlp_add`: what is added to the
 after norms and multipliers of the branch.
 """
 
-INNER_POINTS: tuple[HookName, ...] = get_args(InnerPoint)
+STREAMS_POINTS: tuple[HookName, ...] = get_args(StreamsPoint)
+INNER_POINTS: tuple[HookName, ...] = (*STREAMS_POINTS, *get_args(InnerPoint))
+"""Points whose rows may have another width than the hidden size; programs act there,
+tables of added vectors do not."""
 READ_ONLY: tuple[HookName, ...] = ("expert_ids",)
 """Points whose numbers nothing may change."""
 MLP_POINTS: tuple[HookName, ...] = get_args(MLPPoint)
-OPTIONAL_POINTS = (*MLP_POINTS, *INNER_POINTS)
+OPTIONAL_POINTS: tuple[HookName, ...] = (*MLP_POINTS, *get_args(InnerPoint))
 """Points that exist only where the engine was started with them."""
 
 HOOK_NAMES: tuple[HookName, ...] = get_args(HookName)

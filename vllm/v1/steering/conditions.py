@@ -92,8 +92,9 @@ _ORDERS = (
     ("mlp_in", "router_logits", "expert_ids", "expert_weights", "mlp_out", "mlp_add"),
 )
 """Hook points of one layer in the order in which every model computes them, in addition
-to `embed`, `pre_attn`, `post_block` and `final_norm`. In a parallel block the MLP reads
-the stream before `post_attn`, in others after it."""
+to `embed`, `final_norm` and what enters and leaves the block. In a parallel block the
+MLP reads the stream before `post_attn`, in others after it."""
+_ENTERING, _LEAVING = ("pre_attn", "streams_pre"), ("post_block", "streams_post")
 
 
 def is_known_at(probe: tuple[int, str], entry: tuple[int, str]) -> bool:
@@ -104,9 +105,9 @@ def is_known_at(probe: tuple[int, str], entry: tuple[int, str]) -> bool:
     if hook == "final_norm" or point == "embed":
         return False
     return (
-        hook in ("embed", "pre_attn")
+        hook in ("embed", *_ENTERING)
         or point == "final_norm"
-        or (point == "post_block" and hook != "post_block")
+        or (point in _LEAVING and hook not in _LEAVING)
         or any(
             order.index(hook) < order.index(point)
             for order in _ORDERS

@@ -32,9 +32,10 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.residual_weave.stream import Role, role_of
 from vllm.v1.readouts.worker.head_parts import Projected, norms_of
 from vllm.v1.residual.point_shapes import PointShape
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import HOOK_NAMES, OPTIONAL_POINTS, STREAMS_POINTS, Tap
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def find_inner_points(
         for tap, point in found.items()
         if users[id(point.module), tap[1]] == 1
     }
-    if "embed" in names and 0 in layers:
+    if "embed" in names and 0 in layers and not _has_streams(layers[0]):
         entry = _parameter_of_stream(layers[0])
         if entry is not None:
             found[0, "embed"] = InnerPoint(layers[0], PointShape(hidden_size), entry)
@@ -270,6 +271,15 @@ def why_missing(
         "its final norm is not known, or is computed with the logits, of those tokens"
     )
     reasons["embed"] = "its first layer takes the stream under another name"
+    of_streams = "its residual is one stream; pre_attn and post_block are there"
+    reasons |= dict.fromkeys(STREAMS_POINTS, of_streams)
+    if any(_has_streams(layer) for layer in layers.values()):
+        whole = (
+            "its residual is several streams; streams_pre and streams_post are all of "
+            "them as they enter and leave a block, `heads` some of them"
+        )
+        single = {*HOOK_NAMES} - {*STREAMS_POINTS, *OPTIONAL_POINTS}
+        reasons |= dict.fromkeys((*single, "embed", "attn_add", "mlp_add"), whole)
     woven = (
         "no place in its layers has that value alone; `python -m fork models` says why"
     )
@@ -304,6 +314,11 @@ def _why_no_router(routed: Sequence[Any]) -> str:
         "the layer of experts is given their choice, chooses them together with shared "
         "ones, or has more than the model's dtype has whole numbers for"
     )
+
+
+def _has_streams(layer: nn.Module) -> bool:
+    """Whether the residual of a layer is several streams."""
+    return hasattr(layer, "hook_points_streams")
 
 
 def _parameter_of_stream(layer: nn.Module) -> str | None:
@@ -384,15 +399,17 @@ def _of_mlp(layer: nn.Module) -> dict[str, InnerPoint]:
         return _of_experts(routed[0]) if len(routed) == 1 else {}
     inside = {id(part) for part in layer.modules() if _holds_attention(part)}
     downs = [
-        module
-        for child in layer.children()
+        (name, module)
+        for name, child in layer.named_children()
         if id(child) not in inside
         for module in child.modules()
         if isinstance(module, RowParallelLinear)
     ]
+    if _has_streams(layer):  # Other projections write to the streams as well.
+        downs = [(name, one) for name, one in downs if role_of(name) is Role.MLP]
     if len(downs) != 1:
         return {}
-    (down,) = downs
+    ((_, down),) = downs
     ranks = down.tp_size if down.input_is_parallel else 1
     return {"mlp_act": InnerPoint(down, PointShape(down.input_size), 0, ranks)}
 
@@ -442,10 +459,20 @@ def _reduces(block: nn.Module) -> bool:
 
 
 def shapes_of(
-    points: Mapping[Tap, InnerPoint], hidden_size: int
+    points: Mapping[Tap, InnerPoint], streams: Mapping[int, int], hidden_size: int
 ) -> dict[int, dict[str, tuple[int, int]]]:
-    """The shapes of the points that differ from the stream's, by layer and name."""
-    shapes: dict[int, dict[str, tuple[int, int]]] = {}
+    """The shapes of the points that differ from the stream's, by layer and name.
+
+    Args:
+        points: those inside the blocks.
+        streams: the number of streams, of layers that have several, by index.
+        hidden_size: width of a stream.
+
+    """
+    shapes: dict[int, dict[str, tuple[int, int]]] = {
+        layer: dict.fromkeys(STREAMS_POINTS, PointShape(count * hidden_size, count))
+        for layer, count in streams.items()
+    }
     for (layer, name), point in points.items():
         shape = point.shape
         if shape != PointShape(hidden_size):

@@ -25,7 +25,14 @@ from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.residual.tap import AFTER, READ_ONLY, Tap, behind
+from vllm.v1.residual.tap import (
+    AFTER,
+    HOOK_NAMES,
+    OPTIONAL_POINTS,
+    READ_ONLY,
+    Tap,
+    behind,
+)
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.inner_points import (
@@ -45,7 +52,7 @@ from vllm.v1.worker.residual_stream import (
     ResidualStream,
 )
 from vllm.v1.worker.step_consumers import StepConsumers
-from vllm.v1.worker.tapped_layers import TappedLayers, find_tapped_layers
+from vllm.v1.worker.tapped_layers import LEAVING, TappedLayers, find_tapped_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,7 +93,8 @@ def _open(
         return ResidualStream(layers.points)
     _check_supported(vllm_config, model, layers)
     width = vllm_config.model_config.get_hidden_size()
-    last = layers.modules.get((num_layers - 1, "post_block"))
+    ends = (layers.modules.get((num_layers - 1, point)) for point in LEAVING)
+    last = next((module for module, _ in filter(None, ends)), None)
     layers = replace(
         layers,
         inner=find_inner_points(
@@ -96,14 +104,14 @@ def _open(
             vllm_config.parallel_config.tensor_parallel_size,
             None
             if last is None or norms_with_logits(model)
-            else final_norm_of(model, last[0]),
+            else final_norm_of(model, last),
         ),
     )
     points = layers.points
     missing = _missing(
         optional, layers, vllm_config.parallel_config.tensor_parallel_size
     )
-    shapes = shapes_of(layers.inner, width)
+    shapes = shapes_of(layers.inner, layers.streams, width)
     stage = Stage(
         get_tensor_model_parallel_rank(),
         get_pp_group().rank_in_group,
@@ -122,7 +130,7 @@ def _open(
                 vllm_config,
                 modules,
                 model,
-                last[0] if last else None,
+                last,
                 device,
                 {
                     layer: point.module
@@ -195,12 +203,19 @@ def _open(
 def _missing(
     optional: Collection[str], layers: TappedLayers, tensor_parallel: int
 ) -> dict[str, str]:
-    """The enabled hook points that no layer here has, with the reasons; logs them."""
+    """The hook points that no layer here has, with the reasons; logs enabled ones.
+
+    Points of the stream, and of several streams, need not be enabled.
+    """
     having = {name for names in layers.points.values() for name in names}
-    names = [name for name in optional if name not in {*having, AFTER}]
+    wanted = [
+        one for one in HOOK_NAMES if one in optional or one not in OPTIONAL_POINTS
+    ]
+    names = [name for name in wanted if name not in having]
     missing = why_missing(layers.blocks, names, tensor_parallel)
     for name, why in missing.items():
-        logger.warning("No layer of this process has the hook point %s: %s", name, why)
+        if name in optional:
+            logger.warning("No layer of this process has the point %s: %s", name, why)
     return missing
 
 
@@ -265,6 +280,8 @@ def _check_supported(
         reason = f"{kind} is an encoder-decoder model"
     elif vllm_config.model_config.runner_type != "generate":
         reason = f"the runner is {vllm_config.model_config.runner_type!r}, not generate"
+    elif vllm_config.cache_config.kv_sharing_fast_prefill:
+        reason = "--kv-sharing-fast-prefill skips most prompt tokens in some layers"
     elif parallel.prefill_context_parallel_size > 1:
         reason = "prefill context parallelism splits a prompt's rows over ranks"
     elif parallel.use_ubatching:

@@ -16,6 +16,8 @@ from vllm.v1.worker.inner_points import InnerPoint
 
 Place = tuple[int, str]
 """`(layer, point)`."""
+LEAVING = ("post_block", "streams_post")
+"""The points at which a block is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,19 @@ class TappedLayers:
         ends = {
             layer: module
             for (layer, point), (module, _) in self.modules.items()
-            if point == "post_block"
+            if point in LEAVING
         }
         modules = list(ends.values())
         return {n: module for n, module in ends.items() if modules.count(module) == 1}
+
+    @property
+    def streams(self) -> dict[int, int]:
+        """The number of streams, of layers whose residual is several, by index."""
+        return {
+            layer: module.hook_points_streams
+            for layer, module in self.blocks.items()
+            if hasattr(module, "hook_points_streams")
+        }
 
     @property
     def points(self) -> dict[int, list[str]]:

@@ -74,3 +74,30 @@ def test_each_run_of_a_layer_has_taps_of_its_own() -> None:
     assert residual_tap.stream(layer, "pre_attn", x, run=2).item() == 11
     assert residual_tap.stream(layer, "pre_attn", x, run=1) is x
     assert residual_tap.stream(layer, "pre_attn", x) is x
+
+
+class Recording(Counting):
+    """A tap that keeps the rows that it is given."""
+
+    def __call__(self, hidden, residual):  # type: ignore[no-untyped-def]
+        assert residual is None and hidden.is_contiguous()
+        self.rows = hidden
+        return super().__call__(hidden, residual)
+
+
+def test_a_row_of_several_streams_has_them_one_after_the_other() -> None:
+    layer, tap = Layer(), Recording()
+    tokens, streams, width = 3, 2, 5
+    given = torch.randn(tokens, streams, width)
+    rows = given.flatten(1)
+    assert residual_tap.streams(layer, "pre_attn", given) is given
+    assert residual_tap.streams_first(layer, "pre_attn", given) is given
+    residual_tap.attach(layer, "pre_attn", tap)  # type: ignore[arg-type]
+    for form in (given, rows):
+        changed = residual_tap.streams(layer, "pre_attn", form)
+        assert torch.equal(tap.rows, rows)
+        assert torch.equal(changed, form + 10)
+    for first in (given.transpose(0, 1), given.transpose(0, 1).contiguous()):
+        changed = residual_tap.streams_first(layer, "pre_attn", first)
+        assert torch.equal(tap.rows, rows)
+        assert torch.equal(changed, first + 10) and changed.is_contiguous()

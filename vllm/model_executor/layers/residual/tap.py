@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that a decoder layer calls at its hook points.
 
-The build weaves calls of `pair`, `partial`, `stream` and `value` into the `forward` of
-every decoder layer and decorates the class with `tapped`. A layer that may split its
-tokens over the tensor-parallel ranks calls `split_pair` or `split_value` while it does.
+The build weaves calls of `pair`, `partial`, `stream`, `streams` and `value` into the
+`forward` of every decoder layer and decorates the class with `tapped`. A layer that
+may split its tokens over the tensor-parallel ranks calls `split_pair` or `split_value`
+while it does.
 With capture and steering off, `layer.residual_taps` is None: the calls return their
 arguments and leave nothing in a compiled graph.
 
@@ -115,6 +116,38 @@ def stream(
 ) -> torch.Tensor:
     """A hook point where `hidden_states` is the stream itself."""
     return pair(layer, point, hidden_states, None, run)[0]
+
+
+def streams(
+    layer: nn.Module,
+    point: str,
+    hidden_states: torch.Tensor,  # [num_tokens, streams, hidden_size]
+    run: int = 0,
+) -> torch.Tensor:
+    """A hook point on all streams of a residual that has several.
+
+    A row is a token's streams, one after the other. They may be one axis already, as in
+    `[num_tokens, streams * hidden_size]`.
+    """
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
+    if taps is None or (point, run) not in taps:
+        return hidden_states
+    rows = taps[point, run](hidden_states.flatten(1), None)[0]
+    return rows.view(hidden_states.shape)
+
+
+def streams_first(
+    layer: nn.Module,
+    point: str,
+    hidden_states: torch.Tensor,  # [streams, num_tokens, hidden_size]
+    run: int = 0,
+) -> torch.Tensor:
+    """As `streams`, where the streams are the first axis."""
+    taps: Taps = layer.residual_taps  # type: ignore[assignment]
+    if taps is None or (point, run) not in taps:
+        return hidden_states
+    rows = streams(layer, point, hidden_states.transpose(0, 1).contiguous(), run)
+    return rows.transpose(0, 1).contiguous()
 
 
 def split_pair(

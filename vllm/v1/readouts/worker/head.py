@@ -128,6 +128,11 @@ class Head:
         norms = [] if owner is None else _norms(owner)
         if not callable(getattr(model, "compute_logits", None)):
             self.refusal = "the model's head returns no logits"
+        elif hasattr(last_layer, "hook_points_streams"):
+            self.refusal = (
+                "the residual is several streams, which the model joins before its "
+                "final norm; capture streams_post"
+            )
         elif len(norms) != 1:
             self.refusal = (
                 f"of {type(owner).__name__} it is not known which norm comes before "
