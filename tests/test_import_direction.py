@@ -46,7 +46,7 @@ MAP: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker": (*ENGINE, "vllm.v1.residual.worker"),
     # Tools and adapters around an engine, which imports none of them.
     "vllm.steering": (*ENGINE, "clearbox_client"),
-    "vllm.capture_dataset": ENGINE,
+    "vllm.capture_dataset": (*ENGINE, "clearbox_client"),
     "vllm.patching": (*ENGINE, "clearbox_client"),
     "vllm.interop": (*ENGINE, "vllm.steering", "clearbox_client"),
     "vllm.entrypoints": (
