@@ -27,7 +27,7 @@ from vllm.v1.readouts.modules import (
 from vllm.v1.readouts.worker.kinds import probe_values
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.model_identity import ModelIdentity
-from vllm.v1.residual.module_info import ModuleInfo
+from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.steering.errors import SteeringValidationError
 
 HOOK = "post_block"
@@ -181,10 +181,11 @@ def test_a_probes_file_that_has_changed_is_not_steered_by(tmp_path: Path) -> Non
     path = tmp_path / "mood.safetensors"
     save_probe(path, torch.ones(1, 4), layer=0)
     told = described_file("mood", str(path), model_config(4))
-    assert named_files(lambda: {"mood": told}).probe("mood", "when").tap == (0, HOOK)
+    known = KnownModules({"mood": told})
+    assert named_files(lambda: known).probe("mood", "when").tap == (0, HOOK)
     save_probe(path, torch.ones(1, 4) * 2, layer=0)
     with pytest.raises(SteeringValidationError, match="has changed since"):
-        named_files(lambda: {"mood": told}).probe("mood", "when")
+        named_files(lambda: known).probe("mood", "when")
 
 
 def test_a_value_jumps_in_a_probe_as_in_a_low_rank_entry() -> None:

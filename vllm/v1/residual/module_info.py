@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Descriptions of probes, translators and SAEs that have a name on the server."""
 
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -54,3 +56,25 @@ class ModuleInfo:
         if self.is_transcoder and self.writes is not None:
             said["writes"] = {"layer": self.writes[0], "hook": self.writes[1]}
         return said | ({"model": self.model} if self.model else {})
+
+
+class KnownModules:
+    """The modules of a server by name, in a front end; thread-safe."""
+
+    def __init__(self, described: Mapping[str, Any]) -> None:
+        """Start with the modules of the server's configuration."""
+        self._lock = threading.Lock()
+        self._infos = {name: ModuleInfo(**info) for name, info in described.items()}
+
+    def all(self) -> dict[str, ModuleInfo]:
+        """A copy, sorted by name."""
+        with self._lock:
+            return dict(sorted(self._infos.items()))
+
+    def put(self, name: str, info: ModuleInfo | None) -> None:
+        """Add or replace a module; None removes it, if it is there."""
+        with self._lock:
+            if info is None:
+                self._infos.pop(name, None)
+            else:
+                self._infos[name] = info

@@ -24,6 +24,7 @@ from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureSpec
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan
+from vllm.v1.residual.module_info import KnownModules
 from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.steering.spec.arrays import as_array
 
@@ -79,7 +80,7 @@ def admission(
 ) -> Admission:
     points = dict.fromkeys(range(LAYERS), HOOKS)
     options = config(rows_per_step, chunked)
-    readouts = ReadoutAdmission(options, as_array)
+    readouts = ReadoutAdmission(options, KnownModules({}), as_array)
     return Admission(options, consumers or {"asking": Asking()}, points, readouts)
 
 

@@ -13,7 +13,6 @@ from vllm.config import ParallelConfig
 from vllm.config.readouts import ReadoutConfig
 from vllm.config.steering import SteeringConfig
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.steering.errors import (
     SteeringChangeError,
@@ -23,6 +22,7 @@ from vllm.v1.steering.errors import (
 )
 from vllm.v1.steering.frontend import frontend as frontend_module
 from vllm.v1.steering.frontend.frontend import SteeringFrontend
+from vllm.v1.steering.spec.named import NONE_NAMED
 
 CHANGED = SteeringChangeError("no rank has changed its steering: no memory")
 REFUSED = fail("vectors: too much. Use smaller ones", "vectors", 1e39)
@@ -81,5 +81,5 @@ def test_of_several_modules_a_wrong_one_is_named(
     identity = ModelIdentity("tiny", text)
     monkeypatch.setattr(frontend_module, "identity_of", lambda config: identity)
     with pytest.raises(SteeringValidationError, match=wrong) as refused:
-        SteeringFrontend(config, named_files(dict))
+        SteeringFrontend(config, NONE_NAMED)
     assert str(refused.value).startswith(f"--steering-modules {name}={bad}: ")

@@ -2,7 +2,6 @@
 """Validates a request's readouts at admission and builds their plan."""
 
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from vllm.v1.readouts.frontend.spec import (
     parse_readout,
     without_functions,
 )
-from vllm.v1.residual.module_info import ModuleInfo
+from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.residual.plain_data import fault_of, plain
 from vllm.v1.residual.readout_plan import (
     Readout,
@@ -57,12 +56,14 @@ def refuse(params: "SamplingParams") -> None:
 
 
 class ReadoutAdmission:
-    """Builds a `ReadoutPlan` from a request's `readouts` and `stop_when`. Thread-safe.
+    """Builds `ReadoutPlan`s from requests' `readouts` and `stop_when`. Thread-safe."""
 
-    Starts with the modules of the server's configuration.
-    """
-
-    def __init__(self, vllm_config: "VllmConfig", parse_array: ParseArray) -> None:
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        known: KnownModules,
+        parse_array: ParseArray,
+    ) -> None:
         self._parse_array = parse_array
         config = vllm_config.readout_config
         self.enabled = config.enabled
@@ -70,26 +71,12 @@ class ReadoutAdmission:
         self._refusals = Refusals(**config.refusals)
         self._optional_points = vllm_config.capture_config.optional_points
         self._model_config = vllm_config.model_config
-        self._lock = threading.Lock()
-        self._modules = {
-            name: ModuleInfo(**info) for name, info in config.described.items()
-        }
+        self._known = known
 
     @property
     def modules(self) -> dict[str, ModuleInfo]:
         """A copy of the registered modules, sorted by name."""
-        with self._lock:
-            return dict(sorted(self._modules.items()))
-
-    def put(self, info: ModuleInfo) -> None:
-        """Add or replace a registered module."""
-        with self._lock:
-            self._modules[info.name] = info
-
-    def remove(self, name: str) -> None:
-        """Remove a module, if it is registered."""
-        with self._lock:
-            self._modules.pop(name, None)
+        return self._known.all()
 
     def plan(
         self,

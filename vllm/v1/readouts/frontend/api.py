@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.core.engine import added_counters
 from vllm.v1.readouts.engine_args import described_file
@@ -14,7 +14,7 @@ from vllm.v1.readouts.modules import check_place
 from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.engine_call import call_engine, call_engines
-from vllm.v1.residual.module_info import ModuleInfo
+from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import HOOK_NAMES, Tap
 
@@ -61,7 +61,7 @@ def register(
         info.tap,
         info.fingerprint,
     )
-    _front_end(engine).put_module(name, info)
+    _front_end(engine).modules.put(name, info)
     return info.describe()
 
 
@@ -75,7 +75,7 @@ def unregister(self: "LLM", name: str) -> None:
     engine = self.llm_engine
     _known(engine, name)
     call_engine(engine.engine_core, "unload_readout_module", name)
-    _front_end(engine).put_module(name, None)
+    _front_end(engine).modules.put(name, None)
 
 
 def get(self: "LLM") -> dict[str, Any]:
@@ -108,7 +108,7 @@ async def async_register(
 
     if front_end.followed is None:
         await load()
-        front_end.put_module(name, info)
+        front_end.modules.put(name, info)
     else:
         before = _having(self).get(name)
         check = partial(_check_free, self, name, replace)
@@ -123,7 +123,7 @@ async def async_unregister(self: "AsyncLLM", name: str, kind: str = "") -> None:
     with _refused():
         await self.engine_core.call_utility_async("unload_readout_module", name)
     if front_end.followed is None:
-        front_end.put_module(name, None)
+        front_end.modules.put(name, None)
     else:
         await front_end.followed.unregister(name, lambda: None)
 
@@ -147,20 +147,6 @@ def _refused() -> Iterator[None]:
         raise fail(text.partition(" (parameter=")[0], "name", None) from error
 
 
-class Registry(Protocol):
-    """What knows the modules, for readouts or for entries of steering."""
-
-    @property
-    def modules(self) -> dict[str, ModuleInfo]:
-        """The modules by name."""
-
-    def put(self, info: ModuleInfo) -> None:
-        """Add or replace a module."""
-
-    def remove(self, name: str) -> None:
-        """Remove a module, if it is there."""
-
-
 def _front_end(engine: Any) -> Any:
     """The object in which the features of a front end meet."""
     return engine.input_processor.residual
@@ -174,11 +160,6 @@ async def _refreshed(engine: "AsyncLLM") -> Any:
     return front_end
 
 
-def _registries(engine: Any) -> list[Registry]:
-    found: list[Registry] = _front_end(engine).registries
-    return found
-
-
 def _having(engine: Any) -> dict[str, ModuleInfo]:
     """The modules of an engine that reads out or steers.
 
@@ -186,8 +167,8 @@ def _having(engine: Any) -> dict[str, ModuleInfo]:
         ReadoutValidationError: it does neither.
 
     """
-    registries = _registries(engine)
-    if not registries:
+    known: KnownModules | None = _front_end(engine).modules
+    if known is None:
         raise fail(
             "this server has neither readouts nor steering; start it with "
             "--enable-readouts or --enable-steering, or LLM(enable_readouts=True) "
@@ -195,7 +176,7 @@ def _having(engine: Any) -> dict[str, ModuleInfo]:
             "name",
             None,
         )
-    return registries[0].modules
+    return known.all()
 
 
 def _tap(layer: Any, hook: Any) -> Tap | None:
@@ -274,7 +255,8 @@ def _known(engine: Any, name: Any, kind: str = "") -> None:
 
 def _described(engine: Any, counters: dict[str, Any]) -> dict[str, Any]:
     config = engine.vllm_config.readout_config
-    modules = _having(engine) if _registries(engine) else {}
+    known = _front_end(engine).modules
+    modules = {} if known is None else known.all()
     return {
         "enabled": config.enabled,
         "modules": {name: one.describe() for name, one in modules.items()},

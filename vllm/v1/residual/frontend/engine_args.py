@@ -8,6 +8,7 @@ from vllm.v1.capture.engine_args import capture_config
 from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.frontend.options import EngineOptions, add_options
+from vllm.v1.residual.module_info import KnownModules
 from vllm.v1.steering.frontend import engine_args as steering
 
 if TYPE_CHECKING:
@@ -76,5 +77,5 @@ def steering_config(
     if model_config is None:
         return steering.steering_config(args)
     known = model_config
-    named = named_files(lambda: readout_config(args, known).described)
+    named = named_files(lambda: KnownModules(readout_config(args, known).described))
     return steering.steering_config(args, known, named)

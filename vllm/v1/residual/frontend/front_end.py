@@ -22,7 +22,7 @@ from vllm.v1.residual import nonfinite_streams
 from vllm.v1.residual.engine_call import log_end as log_end
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.frontend.results import results_of
-from vllm.v1.residual.module_info import ModuleInfo
+from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.steering.core.refusals import refusal_in
 from vllm.v1.steering.frontend import async_frontend
 from vllm.v1.steering.frontend.admission import request_fields
@@ -55,6 +55,7 @@ class FrontEnd:
         hooks: NoHooks = NO_HOOKS,
         control: Any = None,
         readouts: ReadoutAdmission | None = None,
+        modules: KnownModules | None = None,
     ) -> None:
         """Join front ends.
 
@@ -64,9 +65,11 @@ class FrontEnd:
             control: changes global vectors, `SteeringControl` or its asynchronous
                 counterpart; None before the engine has started.
             readouts: plans readouts, if rows are captured or read out.
+            modules: the probes, translators and SAEs, if anything may name them.
 
         """
         self.readouts = readouts
+        self.modules = modules
         self.capture = capture
         self.hooks = hooks
         self.control = control
@@ -75,20 +78,6 @@ class FrontEnd:
         self.steering: NoSteering = NO_STEERING_FRONTEND
         if control is not None:
             self.steering = control.frontend
-
-    @property
-    def registries(self) -> list[Any]:
-        """What knows the probes and SAEs of this server by name, for each feature."""
-        known = [self.readouts, getattr(self.steering, "named", None)]
-        return [registry for registry in known if registry is not None]
-
-    def put_module(self, name: str, info: ModuleInfo | None) -> None:
-        """Add or replace a probe or SAE in each feature; None removes it."""
-        for registry in self.registries:
-            if info is None:
-                registry.remove(name)
-            else:
-                registry.put(info)
 
     async def prepare(self, params: Any) -> Any:
         """Bound a request's parameters before they are copied, and parse large ones.
@@ -225,11 +214,12 @@ def open_front_end(engine: "LLMEngine | AsyncLLM", offline: bool = False) -> Fro
 
     """
     config = engine.vllm_config
-    if config.capture_config.enabled or config.steering_config.enabled:
+    may_name = config.capture_config.enabled or config.steering_config.enabled
+    if may_name:
         check_places(config)
-    readouts = ReadoutAdmission(config, as_array)
-    described = config.readout_config.described
-    named = named_files(lambda: described)
+    modules = KnownModules(config.readout_config.described)
+    readouts = ReadoutAdmission(config, modules, as_array)
+    named = named_files(lambda: modules)
     capture = open_capture(engine, readouts, offline)
     control: Any = SteeringControl if offline else async_frontend.open_control
     opened = FrontEnd(
@@ -237,10 +227,11 @@ def open_front_end(engine: "LLMEngine | AsyncLLM", offline: bool = False) -> Fro
         open_hooks(engine, offline),
         control(engine, named, partial(kept_run, capture)),
         readouts if config.capture_config.enabled else None,
+        modules if may_name else None,
     )
     if not offline and config.parallel_config._api_process_count > 1:
         ask = Engines(engine.engine_core).owner
-        opened.followed = FollowedNames("readout", ModuleInfo, opened.put_module, ask)
+        opened.followed = FollowedNames("readout", ModuleInfo, modules.put, ask)
     engine.input_processor.residual = engine.output_processor.residual = opened
     opened.publish(engine.logger_manager)
     return opened

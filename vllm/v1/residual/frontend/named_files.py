@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes and SAEs of a server, as entries of steering name them."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from vllm.v1.readouts.modules import ProbeModule, load_module
-from vllm.v1.residual.module_info import ModuleInfo
-from vllm.v1.steering.frontend.named import NamedFiles
-from vllm.v1.steering.spec.named import NamedProbe
+from vllm.v1.residual.module_info import KnownModules, ModuleInfo
+from vllm.v1.steering.spec.named import NamedFiles, NamedProbe
 
 
-def named_files(described: Callable[[], Mapping[str, Any]]) -> NamedFiles:
-    """The files of modules; `described` returns the configured ones on first use."""
-    return NamedFiles(described, _load_probe)
+def named_files(known: Callable[[], KnownModules]) -> NamedFiles:
+    """The files of the modules that `known` returns, on first use."""
+    return NamedFiles(known, _load_probe)
 
 
 def _load_probe(info: ModuleInfo) -> NamedProbe | None:

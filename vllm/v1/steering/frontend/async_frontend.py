@@ -25,7 +25,7 @@ from vllm.v1.steering.frontend.frontend import (
 )
 from vllm.v1.steering.frontend.modules import Module
 from vllm.v1.steering.frontend.name_sync import FollowedNames
-from vllm.v1.steering.frontend.named import NamedFiles
+from vllm.v1.steering.spec.named import NamedFiles
 from vllm.v1.steering.spec.sources import Runs
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.spec.files import read_module
-from vllm.v1.steering.spec.named import Named
+from vllm.v1.steering.spec.named import NamedFiles
 from vllm.v1.steering.spec.parse import HOOKS, SteeredModel
 from vllm.v1.steering.spec.provenance import Source, norms_of
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_files(
-    config: "SteeringConfig", model_config: "ModelConfig", named: Named
+    config: "SteeringConfig", model_config: "ModelConfig", named: NamedFiles
 ) -> None:
     """Read every file, and refuse those that do not fit the model or the limits.
 

@@ -17,12 +17,12 @@ from vllm.v1.steering.frontend.admission import (
 )
 from vllm.v1.steering.frontend.early_files import about_module
 from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
-from vllm.v1.steering.frontend.named import NamedFiles
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.describe import describe, describe_applied
 from vllm.v1.steering.spec.files import read_module
 from vllm.v1.steering.spec.matrix import check_no_whole_prompt
+from vllm.v1.steering.spec.named import NamedFiles
 from vllm.v1.steering.spec.parse import SteeredModel
 from vllm.v1.steering.spec.placement import placement_of
 from vllm.v1.steering.spec.provenance import (

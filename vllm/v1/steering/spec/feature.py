@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.residual.addresses import why_not
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import is_known_at
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.features import FeatureUse
-from vllm.v1.steering.spec.named import NamedSAE
 from vllm.v1.steering.spec.table import Values
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def parse_feature(
 
 
 def _check_place(
-    name: str, sae: NamedSAE, tap: Tap, model: "SteeredModel", at: str
+    name: str, sae: ModuleInfo, tap: Tap, model: "SteeredModel", at: str
 ) -> None:
     """Refuse an SAE of another width, and an entry that is not where it writes."""
     if sae.width != model.hidden_size:
@@ -89,7 +89,7 @@ def _check_place(
 
 
 def _check_reads(
-    name: str, sae: NamedSAE, tap: Tap, model: "SteeredModel", at: str
+    name: str, sae: ModuleInfo, tap: Tap, model: "SteeredModel", at: str
 ) -> None:
     """Refuse a transcoder whose activations are not known where it writes."""
     if sae.tap is None:

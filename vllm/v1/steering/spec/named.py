@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interfaces to the server's probes and sparse autoencoders, which entries name."""
+"""The probes and sparse autoencoders of a server, which steering entries name."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
 
+from vllm.v1.residual.bounds import listed
+from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
@@ -21,26 +25,33 @@ class NamedProbe:
     """The `(layer, hook)` for which it was made, if it is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedSAE:
-    """The facts about an SAE that parsing needs; the workers hold its weights."""
+class NamedFiles:
+    """Probes and SAEs by name; safe to use from any thread.
 
-    fingerprint: str
-    """Fingerprint of the weights."""
-    width: int
-    size: int
-    """Number of features."""
-    tap: Tap | None
-    """The `(layer, hook)` at which it was trained, if it is known."""
-    is_transcoder: bool
-    writes: Tap | None
-    """The `(layer, hook)` at which it writes, if it is known."""
-    width_out: int
-    """Width of the rows that it writes."""
+    A probe's file was checked when it was registered; it is read again when an entry
+    names it for the first time. Only the workers hold an SAE's weights.
+    """
 
+    def __init__(
+        self,
+        known: Callable[[], KnownModules],
+        load_probe: Callable[[ModuleInfo], NamedProbe | None],
+    ) -> None:
+        """Start without having read a file.
 
-class Named(Protocol):
-    """The probes and SAEs of a server, by name."""
+        Args:
+            known: returns the modules, on first use.
+            load_probe: reads a probe's file; None if it has changed since.
+
+        """
+        self._lock = threading.RLock()
+        self._find = known
+        self._load_probe = load_probe
+        self._probes: dict[str, tuple[ModuleInfo, NamedProbe]] = {}
+
+    @cached_property
+    def _known(self) -> KnownModules:
+        return self._find()
 
     def probe(self, name: str, at: str) -> NamedProbe:
         """The probe of a name.
@@ -53,32 +64,40 @@ class Named(Protocol):
             SteeringValidationError: there is none of this name.
 
         """
-        ...
+        remedy = "Register it with --readout-modules, or give its vector"
+        with self._lock:
+            info = self._info("probe", name, remedy, at)
+            was, probe = self._probes.get(name, (None, None))
+            if was is not info:
+                probe = self._load_probe(info)
+            if probe is None:
+                raise fail(
+                    f"{at}: the file of {name!r} has changed since it was registered; "
+                    "register it again",
+                    at,
+                    name,
+                )
+            self._probes[name] = info, probe
+            return probe
 
-    def sae(self, name: str, at: str) -> NamedSAE:
+    def sae(self, name: str, at: str) -> ModuleInfo:
         """The SAE of a name; arguments and errors are those of `probe`."""
-        ...
+        remedy = "Name it with --sae NAME=PATH, or register it"
+        return self._info("sae", name, remedy, at)
 
-
-class NoneNamed:
-    """The null object of a server without probes and SAEs."""
-
-    def probe(self, name: str, at: str) -> NamedProbe:
-        """Refuse."""
+    def _info(self, kind: str, name: str, remedy: str, at: str) -> ModuleInfo:
+        with self._lock:
+            infos = self._known.all()
+        info = infos.get(name)
+        if info is not None and info.kind == kind:
+            return info
+        having = [name for name, one in infos.items() if one.kind == kind]
+        shown = {"probe": "probe", "sae": "SAE"}[kind]
         raise fail(
-            f"{at}: no probe is named {name!r} here; register one with "
-            "--readout-modules, or give its vector",
-            at,
-            name,
-        )
-
-    def sae(self, name: str, at: str) -> NamedSAE:
-        """Refuse."""
-        raise fail(
-            f"{at}: no SAE is named {name!r} here; name one with --sae NAME=PATH",
+            f"{at}: no {shown} is named {name!r}; there are {listed(having)}. {remedy}",
             at,
             name,
         )
 
 
-NONE_NAMED = NoneNamed()
+NONE_NAMED = NamedFiles(lambda: KnownModules({}), lambda info: None)

@@ -25,7 +25,7 @@ from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.arrays import Array, check_finite
 from vllm.v1.steering.spec.entry import Entry, parse_entry
 from vllm.v1.steering.spec.matrix import ALL_GENERATED, joined_rows
-from vllm.v1.steering.spec.named import NONE_NAMED, Named
+from vllm.v1.steering.spec.named import NONE_NAMED, NamedFiles
 from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
 from vllm.v1.steering.spec.sources import NO_SOURCES, Sources
@@ -67,7 +67,7 @@ class SteeredModel:
     """Bytes of device memory for the vectors of operations."""
     max_length: int = 1 << 31
     """Most tokens of a request."""
-    named: Named = NONE_NAMED
+    named: NamedFiles = NONE_NAMED
     """The probes and SAEs that entries may name."""
     placement: Placement = ONE_RANK
     sources: Sources = NO_SOURCES
