@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What workers call; each function gets the worker."""
 
-import math
-import pickle
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.utils.math_utils import round_up
 from vllm.v1.readouts.worker.stages import UNSLICED as UNSLICED_READOUTS
+from vllm.v1.residual.plain_tensors import (
+    ALIGNMENT,
+    forms_of,
+    joined,
+    packed,
+    parted,
+    unpacked,
+)
 from vllm.v1.worker.step_consumers import ACTIONS
 from vllm.v1.worker.step_faults import FAILED
 
@@ -21,9 +28,6 @@ under conditions.
 """
 JOINED = "residual_joined"
 """The name of the one tensor that several are joined to."""
-_ALIGNMENT = 16
-_HEAD = 8
-"""Bytes of the size of the description, which comes first."""
 
 UNSLICED = UNSLICED_READOUTS | {ACTIONS: False, FAILED: False, JOINED: False}
 """Intermediate tensors that are sent as they are; see `readouts.worker.stages`."""
@@ -67,27 +71,18 @@ def close(worker: Any) -> None:
 def join(tensors: dict[str, Any], keep: Collection[str]) -> dict[str, Any]:
     """Put all tensors except those of `keep` into one; all are on the CPU."""
     others = {name: one for name, one in tensors.items() if name not in keep}
-    facts = [(name, one.dtype, tuple(one.shape)) for name, one in others.items()]
-    described = pickle.dumps(facts)
-    parts = [_bytes(len(described).to_bytes(_HEAD, "little") + described)]
-    parts += [one.contiguous().flatten().view(torch.uint8) for one in others.values()]
-    padded = [torch.nn.functional.pad(p, (0, -len(p) % _ALIGNMENT)) for p in parts]
-    return {name: tensors[name] for name in keep} | {JOINED: torch.cat(padded)}
+    described = packed((list(others), forms_of(others.values())))
+    size = torch.tensor([len(described)])
+    kept = {name: tensors[name] for name in keep}
+    return kept | {JOINED: joined([size, described, *others.values()])}
 
 
 def part(tensors: dict[str, Any]) -> None:
     """Undo `join` in place, if it was done."""
-    joined = tensors.pop(JOINED, None)
-    if joined is None:
+    data = tensors.pop(JOINED, None)
+    if data is None:
         return
-    size = int.from_bytes(joined[:_HEAD].numpy().tobytes(), "little")
-    first = _HEAD + size
-    for name, dtype, shape in pickle.loads(joined[_HEAD:first].numpy().tobytes()):
-        first += -first % _ALIGNMENT
-        length = math.prod(shape) * dtype.itemsize
-        tensors[name] = joined[first : first + length].view(dtype).view(shape)
-        first += length
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    (size,) = next(parted(data, [(torch.int64, (1,))])).tolist()
+    first = ALIGNMENT + round_up(size, ALIGNMENT)
+    names, forms = unpacked(data[ALIGNMENT : ALIGNMENT + size])
+    tensors.update(zip(names, parted(data[first:], forms), strict=True))
