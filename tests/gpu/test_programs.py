@@ -12,8 +12,7 @@ from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import Reference
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.copy_guard import guard_copies
-from vllm.model_executor.layers.residual.inductor_guard import guard_calls
+from vllm.model_executor.layers.residual.inductor_guard import guard_calls, guard_copies
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.program import (
     Flag,

@@ -17,7 +17,7 @@ from vllm.v1.capture.capabilities import step_capabilities
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.logging import LoggingConsumer
-from vllm.v1.capture.consumers.storage.globals import global_spec
+from vllm.v1.capture.consumers.storage.options import global_spec
 from vllm.v1.capture.controller import SteeringController
 from vllm.v1.capture.engine_args import capture_config, ready_instances
 from vllm.v1.capture.errors import CaptureValidationError

@@ -29,8 +29,7 @@ from vllm.v1.residual.step_layout import StepLayout
 from vllm.v1.steering.worker.doses import PendingDoses, StepDoses
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.held_gates import HeldGates
-from vllm.v1.steering.worker.tables import SteeringTables
-from vllm.v1.steering.worker.token_rows import TokenRows
+from vllm.v1.steering.worker.tables import SteeringTables, TokenRows
 from vllm.v1.steering.worker.worker import WorkerSteering
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -15,10 +15,10 @@ from vllm.distributed.parallel_state import (
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.copy_guard import guard_copies
-from vllm.model_executor.layers.residual.inductor_guard import guard_calls
+from vllm.model_executor.layers.residual.inductor_guard import guard_calls, guard_copies
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
+from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.head import final_norm_of
 from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.readouts.worker.modules import WorkerModules
@@ -44,7 +44,6 @@ from vllm.v1.worker.inner_points import (
 )
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, can_record, families_at_start
-from vllm.v1.worker.residual_hooks import open_hooks
 from vllm.v1.worker.residual_nodes import check_nodes
 from vllm.v1.worker.residual_stream import (
     HookPoints,
@@ -190,7 +189,7 @@ def _open(
         capture,
         steering,
         graphs,
-        open_hooks(vllm_config, model, steering),
+        _hooks(vllm_config, model, steering),
     )
     stream.modules, stream.point_shapes, stream.missing = modules, shapes, missing
     if config.takes_actions:
@@ -198,6 +197,16 @@ def _open(
         if stream.readouts is not None:
             stream.readouts.on_rows = stream.steps.on_rows
     return stream
+
+
+def _hooks(
+    vllm_config: "VllmConfig", model: nn.Module, steering: WorkerSteering | None
+) -> WorkerHooks | None:
+    """What runs hook functions; None if requests cannot have any."""
+    if steering is None or not vllm_config.steering_config.hooks:
+        return None
+    reports = get_tensor_model_parallel_rank() == 0
+    return WorkerHooks(model, steering.program_addresses, reports)
 
 
 def _missing(

@@ -9,7 +9,7 @@ import torch
 from torch._inductor.fx_passes import post_grad
 
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.copy_guard import guard_copies
+from vllm.model_executor.layers.residual.inductor_guard import guard_copies
 from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.program import Instruction, Kind, words_of
 

@@ -2,12 +2,10 @@
 """After any sequence of steps the slots are those of the last step."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.staging import slot_mapping as module
 from vllm.v1.capture.staging.slot_mapping import SlotMapping, slots_of
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END
@@ -26,8 +24,8 @@ def new() -> tuple[SlotMapping, StepLayout]:
     return SlotMapping(TAPS, MOST, torch.device("cpu")), StepLayout(range(TAPS), 99)
 
 
-@given(st.data(), st.integers(1, 3))
-def test_slots_are_those_of_the_last_step(data: st.DataObject, views: int) -> None:
+@given(st.data())
+def test_slots_are_those_of_the_last_step(data: st.DataObject) -> None:
     slots, placement = new()
     some_columns = st.lists(st.integers(0, TAPS - 1), min_size=1, unique=True)
     for name in "abc":
@@ -48,9 +46,7 @@ def test_slots_are_those_of_the_last_step(data: st.DataObject, views: int) -> No
             slots.clear()
             continue
         padding = data.draw(st.integers(0, 4))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "MOST_VIEWS", views)
-            slots.write(placed.layout, 5 * step, rows + padding)
+        slots.write(placed.layout, 5 * step, rows + padding)
         expected = np.full((TAPS, slots.of_taps.shape[1]), -1)
         expected[:, :rows] = slots_of(placed.layout, range(TAPS), rows)
         assert slots.of_taps.tolist() == expected.tolist()

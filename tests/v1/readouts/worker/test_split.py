@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.readouts.worker.split import Stages
+from vllm.v1.readouts.worker.stages import Stages
 from vllm.v1.residual.readout_plan import Readout
 from vllm.v1.residual.tap import Tap
 

@@ -14,7 +14,7 @@ from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.operations import operation
 from vllm.v1.steering.plan import SteeringTiers, pack
 from vllm.v1.steering.slots import SlotUse, SteeringStep
-from vllm.v1.steering.worker.token_rows import token_rows
+from vllm.v1.steering.worker.tables import token_rows
 from vllm.v1.steering.worker.worker import WorkerSteering
 
 TAP = (0, "post_block")

@@ -25,7 +25,13 @@ from vllm.v1.capture.transport.bodies import (
     form_for,
 )
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS, Handout
-from vllm.v1.capture.transport.parts import Part, Reference, described, parts_of
+from vllm.v1.capture.transport.parts import (
+    Part,
+    Reference,
+    described,
+    parts_of,
+    parts_of_payload,
+)
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.readouts.frontend.http import Listed
 
@@ -115,12 +121,6 @@ class Document:
             results = {**self._plain, **results_as_json(self._results, show)}
             document["capture_results"] = results
         return document
-
-
-def parts_of_payload(path: str, payload: RowsByTap) -> list[Part]:
-    """The parts of one payload; `path` is the name of its result."""
-    result = CaptureResult(("", -1, "*"), "ok", payload=payload)  # type: ignore[arg-type]
-    return parts_of({path: result})
 
 
 async def answer(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards hook-point ops in Inductor's generated code with an inline condition.
+"""Guards hook-point ops in Inductor's generated code, and the copies that they need.
 
 A step that is too large for any CUDA graph runs Inductor's Python wrapper, one line
 per op, and every op then checks whether it has work to do. That took 7.5 µs per call
@@ -11,6 +11,13 @@ dispatcher, which takes longer than a token's program.
 
 The line is written by a function registered for the op in a table of Inductor's, see
 `torch/_inductor/codegen/custom_extern_kernel_codegen.py`.
+
+A hook-point op writes to a copy of a tensor if other code may read the original. If
+nothing else reads it, Inductor removes the copy, as intended. But PyTorch 2.13 also
+does so if the original is a view, such as `pair[1]` or a half of `chunk`: the op's
+argument is then assumed to start where the view's base starts, and the op reads another
+row. The decision is made by `torch._inductor.fx_passes.post_grad.same_meta`, which
+compares sizes and strides but not storage offsets.
 """
 
 from collections.abc import Callable
@@ -34,8 +41,35 @@ from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from torch._inductor import ir
+    from torch.fx import Node
+
 
 logger = init_logger(__name__)
+
+
+def guard_copies() -> None:
+    """Make Inductor keep copies whose storage offset differs, from now on."""
+    try:
+        from torch._inductor.fx_passes import post_grad
+
+        same_meta = post_grad.same_meta
+    except (ImportError, AttributeError):  # Not the PyTorch that upstream pins.
+        logger.debug("Inductor's pass that removes copies was not found")
+        return
+    if getattr(same_meta, "guarded", False):
+        return
+
+    def guarded(one: "Node", other: "Node") -> bool:
+        return bool(same_meta(one, other)) and _starts(one) == _starts(other)
+
+    guarded.guarded = True  # type: ignore[attr-defined]
+    post_grad.same_meta = guarded  # type: ignore[assignment]
+
+
+def _starts(node: "Node") -> str:
+    """A tensor's storage offset, as text because it may be symbolic."""
+    return str(node.meta["val"].storage_offset())
+
 
 ANY, WHOLE = f"{Launch.__name__}.taps", f"{Launch.__name__}.whole"
 THIRD = f"{ANY} and {Launch.__name__}.wants({{2}})"

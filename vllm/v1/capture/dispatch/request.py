@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A captured request in a worker: turns its rows into chunks and sidecars."""
+"""A captured request in a worker: turns its rows into chunks and sidecars.
+
+The key of a readout's results has the hook `HOOK.NAME.ARRAY`, such as
+`post_block.lens.logprobs`. Its rows are the array's values at the key's layer and hook
+point, one row per position.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,22 +14,63 @@ import torch
 
 from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
-from vllm.v1.capture.dispatch.readout_keys import chunks_of, finalize_of, nothing_of
 from vllm.v1.capture.dispatch.row_buffer import Piece, RowBuffer, joined
 from vllm.v1.capture.groups import AnyChunk, AnyEnd, GroupChunk, GroupEnd
 from vllm.v1.capture.memory.row_copy import RowCopy
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
+    CaptureKey,
     CaptureResult,
     VllmInternalRequestId,
 )
 from vllm.v1.residual.capture_plan import CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads
-from vllm.v1.residual.readout_plan import ReadoutReader, ReadoutRows
+from vllm.v1.residual.readout_plan import Readout, ReadoutReader, ReadoutRows
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END, Spans, contains, only_last, overlap
 from vllm.v1.residual.tap import AFTER
+
+
+def chunks_of(
+    key: CaptureKey, rows: ReadoutRows, positions: list[int]
+) -> list[CaptureChunk]:
+    """A chunk with all values `[rows, values]`; none if there are no rows."""
+    if not positions:
+        return []
+    dtype = getattr(torch, rows.dtype)
+    values = torch.frombuffer(bytearray(rows.data), dtype=dtype)
+    tensor = values.view(len(positions), -1)
+    return [CaptureChunk(key, tensor, dtype, 0, -1, {"positions": positions})]
+
+
+def finalize_of(
+    key: CaptureKey, rows: ReadoutRows, facts: dict[str, Any]
+) -> CaptureFinalize:
+    """The end of a key; `facts` are those about the request and the positions."""
+    _, layer, hook = key
+    readout: dict[str, Any] = {"name": rows.name, "kind": rows.kind}
+    readout |= {"array": rows.array, "hook": rows.tap[1], "shape": list(rows.shape)}
+    if rows.reduced:
+        readout["reduced_positions"] = rows.positions
+    width = torch.Size(rows.shape).numel()
+    own = {"dtype": rows.dtype, "hidden_size": width, "readout": readout}
+    return CaptureFinalize(key, {**facts, **own, "layer": layer, "hook": hook})
+
+
+def nothing_of(readout: Readout) -> ReadoutRows:
+    """What a consumer takes of a readout without results: a key without rows."""
+    return ReadoutRows(
+        name=readout.name,
+        kind=readout.kind,
+        array="none",
+        tap=readout.taps[-1],
+        positions=[],
+        dtype="float32",
+        shape=(0,),
+        data=b"",
+    )
+
 
 LAYER_CONVENTION = "0-based block index"
 

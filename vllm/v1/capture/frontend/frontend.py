@@ -9,8 +9,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend import streaming_input
+from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
@@ -48,6 +47,37 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.metrics.loggers import StatLoggerManager
+
+
+def refuse_streaming_input(capture: Any, everyone: Sequence[str]) -> None:
+    """Refuse a session with streaming input that would be captured.
+
+    The length of a prompt that comes in parts is unknown at admission, and the session
+    ends several times for its client, a captured request only once.
+
+    Args:
+        capture: `SamplingParams.capture` of the session.
+        everyone: names of the instances that capture every request.
+
+    Raises:
+        CaptureValidationError: `capture` is set or `everyone` is not empty.
+
+    """
+    if capture is not None:
+        raise fail(
+            "capture: a request with streaming input cannot be captured yet; send the "
+            "whole prompt",
+            "capture",
+            capture,
+        )
+    if everyone:
+        raise fail(
+            f"capture: {list(everyone)} capture every request, and one with streaming "
+            "input cannot be captured yet; send the whole prompt, or start the server "
+            "without their global capture",
+            "capture",
+            list(everyone),
+        )
 
 
 class CaptureFrontend(NoCapture):
@@ -134,7 +164,7 @@ class CaptureFrontend(NoCapture):
 
         """
         if resumable:
-            streaming_input.refuse(params.capture, self._admission.captures_everything)
+            refuse_streaming_input(params.capture, self._admission.captures_everything)
         plan = self._admission.plan(
             request_id,
             params,

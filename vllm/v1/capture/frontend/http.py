@@ -12,6 +12,8 @@ import torch
 from pydantic import BaseModel, model_serializer
 
 from vllm.v1.capture.results import RowsByTap, is_by_tap, merge_samples, sendable
+from vllm.v1.capture.transport.bodies import encoded
+from vllm.v1.capture.transport.parts import Part, described, parts_of_payload
 from vllm.v1.capture.types import CaptureResult
 
 if TYPE_CHECKING:
@@ -93,19 +95,12 @@ def rows_as_json(path: str, payload: RowsByTap) -> list[dict[str, Any]]:
     The values are little-endian `dtype`, so bfloat16 is exact. With
     `"encoding": "zstd"` the bytes are compressed as one zstd frame.
     """
-    return [
-        {
-            "layer": layer,
-            "hook": hook,
-            "positions": payload.positions[layer, hook],
-            "token_ids": payload.token_ids[layer, hook],
-            "dtype": str(rows.dtype).removeprefix("torch."),
-            "shape": list(rows.shape),
-            **({"heads": payload.heads} if payload.heads else {}),
-            **_encoded(rows, payload.encoding),
-        }
-        for (layer, hook), rows in payload.items()
-    ]
+
+    def data(part: Part) -> dict[str, str]:
+        text = base64.b64encode(encoded(part)).decode()
+        return {**({"encoding": part.encoding} if part.encoding else {}), "data": text}
+
+    return [described(part, data) for part in parts_of_payload(path, payload)]
 
 
 def as_json(
@@ -122,17 +117,6 @@ def as_json(
         }
         for name, result in results.items()
     }
-
-
-def _encoded(rows: torch.Tensor, encoding: str | None) -> dict[str, str]:
-    data = rows.contiguous().view(torch.uint8).numpy().tobytes()
-    if encoding is None:
-        return {"data": base64.b64encode(data).decode()}
-    import pyarrow
-
-    assert encoding == "zstd", f"admission let the encoding {encoding!r} through"
-    data = pyarrow.compress(data, codec=encoding, asbytes=True)
-    return {"encoding": encoding, "data": base64.b64encode(data).decode()}
 
 
 def _plain(payload: Any, path: str, show: Show) -> Any:

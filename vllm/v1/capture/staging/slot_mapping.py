@@ -18,9 +18,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.row_blocks import Block
 from vllm.v1.residual.step_layout import Layout
 
-MOST_VIEWS = 64
-"""Maximum number of cached views; creating one takes as long as copying into it."""
-
 
 class SlotMapping:
     """The slots of all taps of this process; -1 where nothing is captured.
@@ -36,7 +33,6 @@ class SlotMapping:
         )
         self.base = torch.zeros(1, dtype=torch.int32, device=device)
         """`[1]`: the staging row that slots are relative to."""
-        self._views: dict[tuple[range, int], torch.Tensor] = {}
         self._laid: Layout | None = None
         """The layout that was last written."""
         self._written = 0
@@ -69,17 +65,10 @@ class SlotMapping:
             start = min(columns.start, before.columns.start)
             columns = range(start, max(columns.stop, before.columns.stop))
         slots = slots_of(layout, columns, max(num_tokens, self._written))
-        async_tensor_h2d(slots, out=self._view(columns, slots.shape[1]))
+        async_tensor_h2d(
+            slots, out=self.of_taps[columns.start : columns.stop, : slots.shape[1]]
+        )
         self._laid, self._written = layout, num_tokens
-
-    def _view(self, columns: range, num_tokens: int) -> torch.Tensor:
-        view = self._views.get((columns, num_tokens))
-        if view is None:
-            if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
-            view = self.of_taps[columns.start : columns.stop, :num_tokens]
-            self._views[columns, num_tokens] = view
-        return view
 
 
 def slots_of(layout: Layout, columns: range, num_rows: int) -> npt.NDArray[np.int32]:

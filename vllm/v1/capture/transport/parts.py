@@ -50,11 +50,14 @@ class Part:
 def parts_of(results: Mapping[str, CaptureResult]) -> list[Part]:
     """The rows of all results, in the order of the document."""
     return [
-        part for name, result in results.items() for part in _find(name, result.payload)
+        part
+        for name, result in results.items()
+        for part in parts_of_payload(name, result.payload)
     ]
 
 
-def _find(path: str, payload: Any) -> list[Part]:
+def parts_of_payload(path: str, payload: Any) -> list[Part]:
+    """The rows of one payload; `path` is the name of its result."""
     if isinstance(payload, RowsByTap):
         return [
             Part(
@@ -74,7 +77,7 @@ def _find(path: str, payload: Any) -> list[Part]:
         return [
             part
             for key, value in payload.items()
-            for part in _find(f"{path}/{key}", value)
+            for part in parts_of_payload(f"{path}/{key}", value)
         ]
     return []
 

@@ -3,11 +3,16 @@
 
 They travel with the hidden states of their step, as further intermediate tensors, so
 that the last stage has them when it returns the step's output.
+
+A stage computes what it has the rows for, and only results leave it. A lens is computed
+in the last stage, which has the head, and so is what reads rows of several stages at
+once: the rows are sent there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -15,15 +20,102 @@ import torch
 
 from vllm.v1.readouts.worker.jobs import (
     Entry,
+    Indices,
     Job,
     JobKey,
     JobSet,
     no_rows,
 )
-from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.pending import JobResult
-from vllm.v1.residual.readout_plan import Kind, Readout
+from vllm.v1.residual.plain_tensors import forms_of, joined, packed, parted, unpacked
+from vllm.v1.residual.readout_plan import Readout
+from vllm.v1.residual.sizes import stage_starts
 from vllm.v1.residual.tap import Tap
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a process does for one readout."""
+
+    here: tuple[Readout, ...] = ()
+    """Parts that it computes from its own rows."""
+    sent: Readout | None = None
+    """The rows that it contributes to a part that the last stage computes."""
+    joined: Readout | None = None
+    """In the last stage: the part that it computes from rows that were sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The pipeline stages of a model, as one of them sees them."""
+
+    starts: tuple[int, ...] = (0,)
+    """The first layer of each stage."""
+    own: int = 0
+    """The stage of this process."""
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig", own: int) -> "Stages":
+        """The stages of an engine's configuration; `own` is that of this process."""
+        return cls(tuple(stage_starts(vllm_config)), own)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process is in the last stage."""
+        return self.own == len(self.starts) - 1
+
+    def share(self, readout: Readout, local: Set[Tap]) -> Share:
+        """What this process does for a readout.
+
+        Args:
+            readout: as in the request's plan.
+            local: the taps that are staged in this process.
+
+        """
+        here, sent, joined = [], None, None
+        for stage, part in self.parts(readout):
+            if self._stages(part) == {stage}:
+                if stage == self.own and local >= {*part.staged}:
+                    here.append(part)
+                continue
+            if own := tuple(tap for tap in part.staged if tap in local):
+                sent = Readout(part.name, "rows", own, part.ranges)
+            if self.is_last:
+                joined = part
+        return Share(tuple(here), sent, joined)
+
+    def parts(self, readout: Readout) -> list[tuple[int, Readout]]:
+        """The parts of a readout, each with the stage that computes it.
+
+        At most one of them needs rows of other stages.
+        """
+        last = len(self.starts) - 1
+        stages = self._stages(readout)
+        if readout.kind == "lens":
+            return [(last, readout)]
+        if len(stages) == 1:
+            return [(stages.pop(), readout)]
+        if readout.kind not in ("rows", "norm", "attention"):
+            return [(last, readout)]
+        taps: dict[int | None, list[Tap]] = {}
+        for tap in readout.taps:  # None: a norm's cosine to a row of the stage before.
+            needs = self._stages(msgspec.structs.replace(readout, taps=(tap,)))
+            taps.setdefault(needs.pop() if len(needs) == 1 else None, []).append(tap)
+        return [
+            (
+                last if stage is None else stage,
+                msgspec.structs.replace(readout, taps=tuple(own)),
+            )
+            for stage, own in taps.items()
+        ]
+
+    def _stages(self, readout: Readout) -> set[int]:
+        """The stages that have the rows that a readout reads."""
+        return {bisect_right(self.starts, layer) - 1 for layer, _ in readout.staged}
+
 
 HEADER, ROWS, VALUES = "readout_header", "readout_rows", "readout_values"
 """Names of the tensors: what the others contain (on the host), rows, and results."""
@@ -38,9 +130,6 @@ these only rank 0 has all.
 SEND: JobKey = ("send",)
 """The job whose rows are sent to the last stage, or are the last stage's own."""
 
-ALIGNMENT = 16
-"""Bytes at whose multiples arrays start in the tensor of results."""
-
 Place: TypeAlias = tuple[str, str, int, int, tuple[Tap, ...]]
 """`(request, readout, position, tokens, taps)` of consecutive rows `[tokens, taps]`."""
 
@@ -54,53 +143,17 @@ Joined: TypeAlias = Mapping[str, tuple[Readout, JobKey]]
 """Readouts of a request that read sent rows, with the keys of their jobs, by name."""
 
 
-class _Entry(msgspec.Struct, array_like=True):
-    """An `Entry` without the content of its readout."""
-
-    req_id: str
-    name: str
-    kind: Kind
-    taps: tuple[Tap, ...]
-    start: int
-    count: int
-    first: int
-    reduced: bool
-
-    def restored(self) -> Entry:
-        readout = Readout(self.name, self.kind, self.taps, ())
-        rows = no_rows(self.count, len(self.taps))
-        return Entry(
-            self.req_id, readout, self.start, self.count, self.first, rows, self.reduced
-        )
+def _sent(entry: Entry, shift: int) -> tuple[Any, ...]:
+    """An entry without the content of its readout."""
+    one, start = entry.readout, entry.start + shift
+    own = one.name, one.kind, one.taps
+    return entry.req_id, *own, start, entry.count, entry.first, entry.reduced
 
 
-class _Array(msgspec.Struct, array_like=True):
-    """An array in the tensor of results."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    first: int
-    """Its first byte."""
-    size: int
-    """In bytes."""
-
-    def taken(self, values: torch.Tensor) -> torch.Tensor:
-        own = values[self.first : self.first + self.size]
-        return own.view(getattr(torch, self.dtype)).view(self.shape)
-
-
-class _Result(msgspec.Struct, array_like=True):
-    """A `JobResult`."""
-
-    entries: list[_Entry]
-    arrays: list[_Array]
-    errors: dict[int, str]
-
-
-class _Header(msgspec.Struct, array_like=True):
-    places: list[Places]
-    results: list[_Result]
+def _restored(sent: tuple[Any, ...]) -> Entry:
+    req_id, name, kind, taps, start, count, first, reduced = sent
+    readout, rows = Readout(name, kind, taps, ()), no_rows(count, len(taps))
+    return Entry(req_id, readout, start, count, first, rows, reduced)
 
 
 @dataclass(slots=True)
@@ -130,17 +183,16 @@ class StageMessage:
         """The intermediate tensors of a step, with these if there are any."""
         if not self:
             return tensors
-        results, values = _packed(self.results)
-        packed = msgspec.msgpack.encode(_Header(self.places, results))
-        # Not as an object: upstream sends only tensors between processes on CPUs.
-        out = {
-            **tensors,
-            HEADER: torch.frombuffer(bytearray(packed), dtype=torch.uint8),
-        }
+        results = [
+            ([_sent(e, one.shift) for e in one.entries], list(one.arrays), one.errors)
+            for one in self.results
+        ]
+        arrays = [array for one in self.results for array in one.arrays.values()]
+        out = {**tensors, HEADER: packed((self.places, results, forms_of(arrays)))}
         if self.rows:
             out[ROWS] = torch.cat(self.rows)
-        if values:
-            out[VALUES] = torch.cat(values)
+        if arrays:
+            out[VALUES] = joined(arrays)
         return out
 
 
@@ -163,54 +215,19 @@ class ReceivedStageMessage:
 
     def opened(self) -> StageMessage:
         """The content, once it has arrived."""
-        packed = self.header.cpu().numpy().tobytes()
-        header = msgspec.msgpack.decode(packed, type=_Header)
+        places, sent, forms = unpacked(self.header.cpu())
         rows = [] if self.rows is None else [self.rows]
-        values = torch.empty(0) if self.values is None else self.values
+        arrays = iter(()) if self.values is None else parted(self.values, forms)
         results = [
             JobResult(
-                [entry.restored() for entry in one.entries],
+                [_restored(one) for one in entries],
                 0,
-                {array.name: array.taken(values) for array in one.arrays},
-                one.errors,
+                {name: next(arrays) for name in names},
+                errors,
             )
-            for one in header.results
+            for entries, names, errors in sent
         ]
-        return StageMessage(header.places, rows, results)
-
-
-def _packed(results: Sequence[JobResult]) -> tuple[list[_Result], list[torch.Tensor]]:
-    """Results as they are sent, and the bytes of their arrays, to be concatenated."""
-    packed: list[_Result] = []
-    values: list[torch.Tensor] = []
-    first = 0
-    for result in results:
-        arrays = []
-        for name, array in result.arrays.items():
-            flat = array.contiguous().flatten().view(torch.uint8)
-            dtype = str(array.dtype).removeprefix("torch.")
-            arrays.append(_Array(name, dtype, tuple(array.shape), first, len(flat)))
-            padding = flat.new_zeros(-len(flat) % ALIGNMENT)
-            values += [flat, padding]
-            first += len(flat) + len(padding)
-        entries = [_sent(entry, result.shift) for entry in result.entries]
-        packed.append(_Result(entries, arrays, result.errors))
-    return packed, values
-
-
-def _sent(entry: Entry, shift: int) -> _Entry:
-    one = entry.readout
-    start = entry.start + shift
-    return _Entry(
-        entry.req_id,
-        one.name,
-        one.kind,
-        one.taps,
-        start,
-        entry.count,
-        entry.first,
-        entry.reduced,
-    )
+        return StageMessage(places, rows, results)
 
 
 class JoinedJob(NamedTuple):

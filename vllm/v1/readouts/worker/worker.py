@@ -25,6 +25,7 @@ from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.readouts.worker.jobs import (
     ROWS,
     Entry,
+    Indices,
     Job,
     JobKey,
     JobSet,
@@ -34,17 +35,16 @@ from vllm.v1.readouts.worker.jobs import (
     reads,
 )
 from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, part_of, reduce_rows
-from vllm.v1.readouts.worker.layout import Indices
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.operations import Logits, Operations
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
-from vllm.v1.readouts.worker.split import Stages
 from vllm.v1.readouts.worker.stages import (
     SEND,
     Joined,
     JoinedSet,
     ReceivedStageMessage,
     StageMessage,
+    Stages,
     make_joined_set,
 )
 from vllm.v1.residual.plugin_errors import described

@@ -40,8 +40,13 @@ from vllm.v1.steering.worker.matrix_programs import (
 from vllm.v1.steering.worker.phase import special_rows
 from vllm.v1.steering.worker.programs import Programs
 from vllm.v1.steering.worker.stages import StageGates
-from vllm.v1.steering.worker.tables import NOWHERE, Rows, SteeringTables
-from vllm.v1.steering.worker.token_rows import TokenRows, token_rows
+from vllm.v1.steering.worker.tables import (
+    NOWHERE,
+    Rows,
+    SteeringTables,
+    TokenRows,
+    token_rows,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace
-from vllm.v1.capture.consumers.storage.globals import global_spec
+from vllm.v1.capture.consumers.storage.options import global_spec
 from vllm.v1.capture.consumers.storage.params import StorageParams
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task

@@ -18,9 +18,6 @@ from vllm.v1.capture.delivery.spill import RowFiles, SpilledRows
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 from vllm.v1.residual.tap import Tap
 
-_JOINED = 64
-"""Number of pieces that are joined at a time: decoding adds one row per step."""
-
 
 @dataclass(slots=True, eq=False)
 class _Key:
@@ -28,21 +25,6 @@ class _Key:
 
     spilled: list[SpilledRows] = field(default_factory=list)
     pieces: list[torch.Tensor] = field(default_factory=list)
-    small: int = 0
-    """Number of pieces at the end of the list that were not joined."""
-
-    def add(self, rows: torch.Tensor) -> None:
-        """Append rows `[rows, width]`."""
-        self.pieces.append(rows)
-        self.small += 1
-        if self.small == _JOINED:
-            self.pieces[-_JOINED:] = [torch.cat(self.pieces[-_JOINED:])]
-            self.small = 0
-
-    def take(self) -> list[torch.Tensor]:
-        """Remove and return the pieces in memory."""
-        taken, self.pieces, self.small = self.pieces, [], 0
-        return taken
 
 
 class RequestRows:
@@ -70,14 +52,14 @@ class RequestRows:
     def add(self, tap: Tap, rows: torch.Tensor) -> None:
         """Append rows `[rows, width]` without a copy."""
         with self._lock:
-            self._keys.setdefault(tap, _Key()).add(rows)
+            self._keys.setdefault(tap, _Key()).pieces.append(rows)
             self.memory_bytes += rows.nbytes
 
     def add_group(self, taps: Sequence[Tap], rows: torch.Tensor) -> None:
         """Append rows `[taps, rows, width]` without a copy."""
         with self._lock:
             for tap, own in zip(taps, rows.unbind(), strict=True):
-                self._keys.setdefault(tap, _Key()).add(own)
+                self._keys.setdefault(tap, _Key()).pieces.append(own)
             self.memory_bytes += rows.nbytes
 
     def spill(self, files: RowFiles) -> int:
@@ -89,10 +71,12 @@ class RequestRows:
         """
         with self._spilling:
             with self._lock:
-                taken = {key: key.take() for key in self._keys.values() if key.pieces}
+                taken = {key: key.pieces for key in self._keys.values() if key.pieces}
                 if not taken:
                     # What is still counted belongs to a write that has failed.
                     return 0
+                for key in taken:
+                    key.pieces = []
                 size, self.memory_bytes = self.memory_bytes, 0
             try:
                 written = files.write([r for pieces in taken.values() for r in pieces])
