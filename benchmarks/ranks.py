@@ -10,10 +10,11 @@ Each side is an engine over the same GPUs, in a process with PYTHONPATH set to a
 computes the plain batch, also if it is upstream; alone, it is compared with itself, for
 models of which two do not fit. All take turns with a batch of 32 requests for each
 data-parallel engine, whose prompts have 256 tokens. What is compared is the median time
-between the outputs of two steps, as the caller sees it, over steps that only generate.
-A figure is the ratio to the mean of the baseline's turns directly before and after it;
-the first round warms up and is not counted. Rows are returned to the caller. Weights
-are random.
+between two tokens of a request, as the caller sees it, while all of them generate. (The
+time between steps says little where a step computes the requests of one of the batches
+that pipeline stages have in flight.) A figure is the ratio to the mean of the baseline's
+turns directly before and after it; the first round warms up and is not counted. Rows
+are returned to the caller. Weights are random.
 `--device cpu --model tiny --eager` runs without a GPU.
 """
 
@@ -98,7 +99,7 @@ def fields_by_case(model: str) -> dict[str, Callable[[int], Fields]]:
 
 
 class Engine:
-    """An offline engine, in the child process."""
+    """An engine in the child process."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Start it; the fork has all features."""
@@ -119,15 +120,18 @@ class Engine:
             }
             if settings["device"] == "cuda":
                 chosen["capture_staging_bytes"] = 2 << 30
+        stages = settings["pipeline_parallel"]
         chosen |= {
             "model": model_folder(settings["model"]),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "tensor_parallel_size": settings["tensor_parallel"],
-            "pipeline_parallel_size": settings["pipeline_parallel"],
+            "pipeline_parallel_size": stages,
             "enforce_eager": settings["eager"],
             "max_model_len": 1024,
             "max_num_seqs": REQUESTS,
+            # The batches that pipeline stages have in flight get as many prompts each.
+            "max_num_batched_tokens": REQUESTS * PROMPT // stages,
             "enable_prefix_caching": False,
             "disable_log_stats": True,
             "seed": 0,
@@ -135,13 +139,8 @@ class Engine:
         self._engines = settings["data_parallel"]
         self._cases = fields_by_case(settings["model"])
         begin = time.perf_counter()
-        if self._engines > 1:
-            self._loop = asyncio.new_event_loop()
-            self._async = self._loop.run_until_complete(self._started(chosen))
-        else:
-            from vllm import LLM
-
-            self._llm = LLM(**chosen)
+        self._loop = asyncio.new_event_loop()
+        self._async = self._loop.run_until_complete(self._started(chosen))
         self.start_seconds = time.perf_counter() - begin
 
     async def _started(self, chosen: dict[str, Any]) -> Any:
@@ -152,57 +151,36 @@ class Engine:
         return AsyncLLM.from_engine_args(arguments)
 
     def seconds(self, case: str) -> float:
-        """The median time between the outputs of steps that only generate."""
+        """The median time between two outputs of a request."""
+        return self._loop.run_until_complete(self._seconds(case))
+
+    async def _seconds(self, case: str) -> float:
         from vllm import SamplingParams
 
-        prompts: Any = [
-            {"prompt_token_ids": [(7 * i + 13 * j) % 31000 + 8 for j in range(PROMPT)]}
-            for i in range(REQUESTS * self._engines)
-        ]
         common = {"max_tokens": TOKENS, "temperature": 0.0, "detokenize": False}
-        params = [
-            SamplingParams(
-                **common,
-                ignore_eos=True,
-                **self._cases[case](number // self._engines),
-            )
-            for number in range(len(prompts))
-        ]
-        if self._engines > 1:
-            return self._loop.run_until_complete(self._streamed(case, prompts, params))
-        engine = self._llm.llm_engine
-        step, times = engine.step, []
-
-        def timed() -> Any:
-            outputs = step()
-            times.append(time.perf_counter())
-            return outputs
-
-        engine.step = timed
-        try:
-            self._check(case, self._llm.generate(prompts, params, use_tqdm=False))
-        finally:
-            del engine.step  # Its class has the method.
-        own = times[AT_START:-AT_END]
-        return statistics.median(after - before for before, after in pairwise(own))
-
-    async def _streamed(self, case: str, prompts: Any, params: Any) -> float:
-        """The same for data-parallel engines, over the outputs of all requests."""
 
         async def one(number: int) -> tuple[Any, list[float]]:
             rank, times = number % self._engines, []
             last = None
             async for output in self._async.generate(
-                prompts[number],
-                params[number],
+                {
+                    "prompt_token_ids": [
+                        (7 * number + 13 * j) % 31000 + 8 for j in range(PROMPT)
+                    ]
+                },
+                SamplingParams(
+                    **common,
+                    ignore_eos=True,
+                    **self._cases[case](number // self._engines),
+                ),
                 f"{case} {time.monotonic_ns()} {number}",
-                data_parallel_rank=rank,
+                data_parallel_rank=rank if self._engines > 1 else None,
             ):
                 last = output
                 times.append(time.perf_counter())
             return last, times
 
-        found = await asyncio.gather(*map(one, range(len(prompts))))
+        found = await asyncio.gather(*map(one, range(REQUESTS * self._engines)))
         self._check(case, [output for output, _ in found])
         return statistics.median(
             after - before
