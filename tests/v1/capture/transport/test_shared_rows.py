@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import current_thread
+from threading import Event, current_thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -228,6 +228,41 @@ def test_rows_outlive_a_worker_that_is_killed() -> None:
     check(rows)
     del rows
     gc.collect()
+
+
+def test_rows_of_a_worker_that_has_ended_delay_no_others() -> None:
+    came: queue.Queue[Message] = queue.Queue()
+    resume = Event()
+
+    def handle(message: Message) -> None:
+        came.put(message)
+        resume.wait(WAIT)
+
+    inbox = Inbox(handle)
+    killed, other = start_worker(inbox.address), start_worker(inbox.address)
+    assert killed.stdin is not None and other.stdin is not None
+    killed.stdin.write(f"{ROWS}\n{ROWS}\n")
+    killed.stdin.flush()
+    came.get(timeout=WAIT)  # The thread now waits, and another message in its queue.
+    sleep(1)
+    killed.kill()
+    killed.wait()
+    other.stdin.write(f"{ROWS}\nlent\n")
+    other.stdin.flush()
+    assert other.stdout is not None
+    other.stdout.readline()  # It has sent its rows.
+    sleep(1)
+    begin = monotonic()
+    resume.set()
+    message = came.get(timeout=WAIT)
+    assert isinstance(message, ResultMessage)
+    check(message.result().payload)
+    assert monotonic() - begin < borrower.ANNOUNCE_SECONDS / 2
+    other.kill()
+    for stream in (killed.stdin, killed.stdout, other.stdin, other.stdout):
+        assert stream is not None
+        stream.close()
+    inbox.close()
 
 
 def test_what_a_killed_front_end_held_comes_back(tmp_path: Path) -> None:

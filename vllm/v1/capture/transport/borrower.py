@@ -111,6 +111,8 @@ class Borrower:
     def __init__(self, address: str) -> None:
         """Listen. If that fails, workers cannot connect and send copies."""
         self._connections: dict[int, Connection] = {}
+        self._ended: set[int] = set()
+        """Segments of workers that have ended."""
         self._of_message: dict[int, Block] = {}
         self._listener: socket.socket | None = None
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -136,6 +138,7 @@ class Borrower:
             connection.flush()
             if not connection.read_all():
                 del self._connections[file]
+                self._ended |= connection.files.keys()
                 connection.close()
 
     def _accept(self) -> None:
@@ -191,7 +194,7 @@ class Borrower:
                 if segment in connection.files:
                     return connection
             left = deadline - monotonic()
-            if left <= 0:
+            if left <= 0 or segment in self._ended:
                 raise ConnectionError("the worker that lends these rows has ended")
             waiting = select.poll()
             for file in self.files:
