@@ -12,9 +12,9 @@ models of which two do not fit. All take turns with a batch of 32 requests for e
 data-parallel engine, whose prompts have 256 tokens. What is compared is the median time
 between two tokens of a request, as the caller sees it, while all of them generate. (The
 time between steps says little where a step computes the requests of one of the batches
-that pipeline stages have in flight.) A figure is the ratio to the mean of the baseline's
-turns directly before and after it; the first round warms up and is not counted. Rows
-are returned to the caller. Weights are random.
+that pipeline stages have in flight.) A figure is the ratio to the mean of the turns of
+the baseline directly before and after it; the first round warms up and is not counted.
+Rows are returned to the caller. Weights are random.
 `--device cpu --model tiny --eager` runs without a GPU.
 """
 
