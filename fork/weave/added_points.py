@@ -59,6 +59,8 @@ def _site(trace: Trace, point: str, early: bool) -> Site:
         for index, tensor in enumerate(event.tensors):
             if tensor is not None and tensor.terms.keys() == branch:
                 return _site_at(event, index, point, early)
+    if len(branch) > 1:
+        raise Unprovable(f"several {name}s add to the stream, each on its own")
     raise Unprovable(f"what a {name} adds is no tensor of its own")
 
 

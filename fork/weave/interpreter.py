@@ -14,7 +14,7 @@ from .layer_class import LayerClass, code
 from .rules import Rule
 from .stream import Role, Tensor, Term, Unprovable
 
-HIDDEN_NAMES = ("hidden_states", "x")
+HIDDEN_NAMES = ("hidden_states", "x", "decoder_hidden_states")
 RESIDUAL = "residual"
 MAX_PATHS = 4096
 _ASSUMED = {"self.tp_size > 1": True}

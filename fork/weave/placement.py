@@ -138,7 +138,7 @@ def _after_mixer(
         if event.kind not in ("fused", "add"):
             continue
         held = event.held()
-        if held & mixers and _holds_entry(held) and not held & mlps:
+        if mixers <= held and _holds_entry(held) and not held & mlps:
             fused = event.kind == "fused"
             reduces = fused and "reduce" in event.label
             return Site(

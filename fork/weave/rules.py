@@ -576,17 +576,16 @@ REFUSED: Mapping[str, str] = {
 }
 
 _DRAFT = "a draft model's layer: proposals are checked by the model that is tapped"
-_ENCODER = "a layer of an encoder-decoder model, which generates from audio or images"
+_ENCODER = "a layer of an encoder: nothing is generated"
+_PREFIX = "its layers read pictures through a prefix or a second attention: not tried"
 _PART = "a part of a block, not a block: it does not add to the stream"
 
 NOT_TAPPED: Mapping[str, str] = {
-    f"{_MODELS}cohere_asr:CohereASRDecoderLayer": _ENCODER,
-    f"{_MODELS}whisper:WhisperDecoderLayer": _ENCODER,
     f"{_MODELS}whisper:WhisperEncoderLayer": _ENCODER,
     f"{_MODELS}whisper_causal:WhisperCausalEncoderLayer": _ENCODER,
-    f"{_MODELS}nemotron_parse:BartDecoderLayer": _ENCODER,
-    f"{_MODELS}nemotron_parse:MBartDecoderLayer": _ENCODER,
-    f"{_MODELS}nemotron_parse3_5:MBartDecoderLayer": _ENCODER,
+    f"{_MODELS}nemotron_parse:BartDecoderLayer": "a base class whose forward no model "
+    "runs",
+    f"{_MODELS}nemotron_parse3_5:MBartDecoderLayer": _PREFIX,
     f"{_MODELS}cohere_eagle:CohereEagleDecoderLayer": _DRAFT,
     f"{_MODELS}deepseek_eagle3:DeepseekV2Eagle3DecoderLayer": _DRAFT,
     f"{_MODELS}gemma4_dspark:Gemma4DSparkDecoderLayer": _DRAFT,
@@ -655,18 +654,9 @@ LOOPS: Mapping[str, str] = {
 }
 """By model class: what it does to the stream between or around its layers."""
 
-_AUDIO = (
-    "an encoder-decoder model: a second attention of each decoder layer reads what an "
-    "encoder made of audio or images, and no rule places the points around it"
-)
-
 MODELS: Mapping[str, str] = {
     "AliceAIForCausalLM": "each layer mixes the outputs of earlier groups of layers, "
     "so there is no single stream",
-    "CohereAsrForConditionalGeneration": _AUDIO,
-    "NemotronParseForConditionalGeneration": _AUDIO,
-    "RadioMBartPrefixForCausalLM": "its decoder is that of an encoder-decoder model, "
-    "whose layers are not woven",
-    "WhisperForConditionalGeneration": _AUDIO,
+    "RadioMBartPrefixForCausalLM": _PREFIX,
 }
 """By architecture: why it is refused as a whole."""

@@ -2,7 +2,7 @@
 """A tiny random model of one architecture in one configuration."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,10 @@ def common(**options: Any) -> dict[str, Any]:
     return TOKENS | SIZES | options
 
 
+def _tokens(ids: list[int]) -> Mapping[str, Any]:
+    return {"prompt_token_ids": ids}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Case:
     """One comparison: a configuration of an architecture."""
@@ -86,6 +90,10 @@ class Case:
     """The reason why it cannot be compared on any device."""
     loader: str = "AutoModelForCausalLM"
     """The library's class that creates and loads the model."""
+    prompt: Callable[[list[int]], Mapping[str, Any]] = _tokens
+    """The engine's prompt with these tokens."""
+    processor: Callable[[Path], None] | None = None
+    """Saves what upstream processes pictures or audio with, in the model's folder."""
     stand_ins: tuple[str, ...] = ()
     """Libraries that upstream's file imports without using them for this model."""
 
@@ -140,6 +148,8 @@ class Case:
         library = folder / "library"
         model.to(self.torch_dtype).save_pretrained(library)
         self._name(library)
+        if self.processor is not None:
+            self.processor(library)
         if self.twin is None:
             return library, library
         return library, self.twin.save(library, folder / "twin")

@@ -139,18 +139,18 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
         )
 
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for _, prompt in asked],
+        [case.prompt(prompt) for _, prompt in asked],
         [params(tap) for tap, _ in asked],
         use_tqdm=False,
     )
     answers = [
         Answer(
             steered=tap,
-            fed=[*prompt, *output.outputs[0].token_ids][:-1],
-            num_prompt_tokens=len(prompt),
+            fed=[*output.prompt_token_ids, *output.outputs[0].token_ids][:-1],
+            num_prompt_tokens=len(output.prompt_token_ids),
             rows=in_order_of_experts(keeper.rows[output.request_id, 0]),
             logits=_logits(output),
         )
-        for (tap, prompt), output in zip(asked, outputs)
+        for (tap, _), output in zip(asked, outputs)
     ]
     return Answers(points, case.torch_dtype, answers)

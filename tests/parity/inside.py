@@ -47,6 +47,9 @@ DIFFERING: Mapping[str, Mapping[str, str]] = {
         "final_norm": "the library divides it before the unembedding",
     },
     "OPTForCausalLM": {"q": "the library's queries have the scale of attention"},
+    "WhisperForConditionalGeneration": {
+        "q": "the library's queries have the scale of attention"
+    },
     "PaliGemmaForConditionalGeneration": {
         "q": "the library counts positions from 1",
         "k": "the library counts positions from 1",
@@ -201,6 +204,8 @@ def _weight(module: nn.Module) -> Any:
 def _core(layer: nn.Module, names: Sequence[str]) -> nn.Module | None:
     """The module of a layer that computes softmax attention."""
     own = [one for one in layer.modules() if _calls_attention(one)]
+    if len(own) > 1:  # One of them may read an encoder's output.
+        own = [one for one in own if getattr(one, "is_causal", False)]
     if len(own) == 1:
         return own[0]
     found = (getattr(layer, name, None) for name in names)

@@ -89,6 +89,10 @@ def _one(layer: nn.Module) -> float:
     return 1.0
 
 
+def _ids(ids: torch.Tensor, num_prompt_tokens: int) -> Mapping[str, torch.Tensor]:
+    return {"input_ids": ids}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """Names of submodules; of several names, the first that a layer has is used."""
@@ -129,8 +133,9 @@ class Recipe:
     pass, each with the number of its earlier runs."""
     sums: bool = True
     """Whether a block adds to the stream, and does nothing else to it."""
-    both_ways: bool = False
-    """Whether prompt tokens attend to later tokens."""
+    given: Callable[[torch.Tensor, int], Mapping[str, torch.Tensor]] = _ids
+    """What the library's model is given for token ids, `[1, tokens]`, of which so many
+    are the prompt's."""
     own: Callable[[nn.Module, "Recipe"], Mapping[str, Point] | None] | None = None
     """The points of a layer, if the names above do not describe them."""
 

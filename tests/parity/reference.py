@@ -51,7 +51,7 @@ class Reference:
         self.model = made.eval()
         if substitute is not None:
             substitute.apply(self.model)
-        self._both_ways = recipe.both_ways
+        self._given = recipe.given
         self.sums = recipe.sums
         runs = recipe.runs(self.model)
         self.points: dict[Tap, Point] = {
@@ -124,13 +124,9 @@ class Reference:
         if self.inside is not None:
             self.inside.begin()
         ids = torch.tensor([list(token_ids)])
-        more = {}
-        if self._both_ways:
-            more["token_type_ids"] = (torch.arange(ids.numel()) < num_prompt_tokens)[
-                None
-            ].long()
+        given = self._given(ids, num_prompt_tokens)
         with torch.no_grad():
-            output = self.model(ids, use_cache=False, **more)
+            output = self.model(use_cache=False, **given)
         missed = [tap for tap, p in self.points.items() if p.read not in self._seen]
         assert not missed, f"the library's model never passes {missed}"
         rows = {tap: self._value(tap) for tap in self.points}

@@ -244,6 +244,7 @@ def failed(
 def _facts_of(llm: "LLM") -> ModelFacts:
     """The facts of an engine's model; the tokenizer's digest is filled in later."""
     from vllm.v1.residual.model_identity import identity_of
+    from vllm.v1.residual.sizes import num_layers
 
     config = llm.llm_engine.vllm_config
     identity = identity_of(config)
@@ -254,7 +255,7 @@ def _facts_of(llm: "LLM") -> ModelFacts:
         architecture=identity.architecture,
         weights=identity.weights,
         tokenizer="",
-        num_layers=model.get_total_num_hidden_layers(),
+        num_layers=num_layers(model),
         hidden_size=model.get_hidden_size(),
         max_model_len=model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),

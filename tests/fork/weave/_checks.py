@@ -96,18 +96,21 @@ def check(subject: Subject) -> None:
     if not subject.rule.several_mixers:
         mixed = base.seen["post_attn"] - base.seen["pre_attn"]
         assert mixed == near(sum(layer.mixed_))
-    _check_changes(subject, base, leaving)
+    before_mlp = 1 if subject.rule.several_mixers else len(layer.mixed_)
+    _check_changes(subject, base, leaving, before_mlp - 1)
     silent = Taps()
     if not subject.rule.several_mixers:
         subject.run(subject.layer(silent, mlp_scale_=0.0), 0.3, silent)
         assert silent.seen["post_block"] == near(silent.seen["post_attn"])
 
 
-def _check_changes(subject: Subject, base: Taps, leaving: float) -> None:
+def _check_changes(
+    subject: Subject, base: Taps, leaving: float, last_mixer: int
+) -> None:
     expected: dict[str, Callable[[Taps], float]] = {
         "pre_attn": lambda taps: subject.run(subject.layer(taps), 0.3 + DELTA, taps),
         "post_attn": lambda taps: subject.run(
-            subject.layer(taps, boost_=DELTA), 0.3, taps
+            subject.layer(taps, boost_=DELTA, boosted_=last_mixer), 0.3, taps
         ),
         "post_block": lambda taps: leaving + DELTA,
     }

@@ -18,6 +18,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
+from fork.weave.interpreter import HIDDEN_NAMES
 from fork.weave.stream import Role, role_of
 
 TOKENS, SHARE = 2, 1
@@ -242,7 +243,9 @@ class Layer:
         self.truth_ = truth
         self.mixed_: list[float] = []
         self.boost_ = 0.0
-        """Added to the output of the first token mixer."""
+        """Added to the output of one token mixer."""
+        self.boosted_ = 0
+        """Which one, in the order of the pass."""
         self.mlp_scale_ = 1.0
         self.residual_taps = None
 
@@ -272,7 +275,8 @@ class Layer:
     def _mix(self, *args: Any, **kwargs: Any) -> Toy:
         assert not _inputs(args, kwargs)[0].split, "a mixer needs all tokens"
         output = math.sin(_inputs(args, kwargs)[0].number) + 0.25
-        self.mixed_.append(output + (0.0 if self.mixed_ else self.boost_))
+        boost = self.boost_ if len(self.mixed_) == self.boosted_ else 0.0
+        self.mixed_.append(output + boost)
         for buffer in _inputs(args, kwargs, buffers=True):
             buffer.number, buffer.is_buffer = self.mixed_[-1], False
         return Toy(self.mixed_[-1])
@@ -381,7 +385,7 @@ def run(
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
-        if name in ("hidden_states", "x"):
+        if name in HIDDEN_NAMES:
             arguments[name] = Toy(hidden, split=split)
         elif name == "residual":
             arguments[name] = None if residual is None else Toy(residual, split=split)

@@ -3,6 +3,7 @@
 
 from tests.parity.families import (
     absent,
+    audio,
     backend,
     experts,
     hybrids,
@@ -27,6 +28,7 @@ CASES = [
     *renamed.CASES,
     *repeated.CASES,
     *pictures.CASES,
+    *audio.CASES,
     *rounded.CASES,
     *backend.CASES,
     *on_cuda.CASES,

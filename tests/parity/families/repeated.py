@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoders that run some of their layers several times per pass."""
 
+from collections.abc import Mapping
+
+import torch
 from torch import nn
 
 from tests.parity.cases import Case, common
@@ -28,12 +31,20 @@ def hrm_order(model: nn.Module) -> list[tuple[nn.Module, int]]:
     return found
 
 
+def prompt_both_ways(
+    ids: torch.Tensor, num_prompt_tokens: int
+) -> Mapping[str, torch.Tensor]:
+    """Prompt tokens attend to later ones of the prompt."""
+    prompt = torch.arange(ids.shape[1])[None] < num_prompt_tokens
+    return {"input_ids": ids, "token_type_ids": prompt.long()}
+
+
 CASES = [
     Case(
         architecture="HrmTextForCausalLM",
         model_type="hrm_text",
         options=common(**HRM),
-        recipe=Recipe(order=hrm_order, both_ways=True),
+        recipe=Recipe(order=hrm_order, given=prompt_both_ways),
         engine={"max_num_batched_tokens": 64},
     ),
 ]

@@ -20,7 +20,7 @@ from vllm.v1.capture.registry import (
     consumer_class,
     is_step_consumer,
 )
-from vllm.v1.residual.sizes import default_staging_bytes, row_bytes
+from vllm.v1.residual.sizes import default_staging_bytes, num_layers, row_bytes
 from vllm.v1.residual.tap import AFTER, HOOK_NAMES, MLP_POINTS, OPTIONAL_POINTS
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def capture_config(
         memory = current_platform.get_device_total_memory()
         staging = default_staging_bytes(
             row_bytes(model_config),
-            model_config.get_total_num_hidden_layers(),
+            num_layers(model_config),
             scheduler_config.max_num_batched_tokens,
             int(memory * args.gpu_memory_utilization),
             3 if reads else 2,
@@ -296,7 +296,7 @@ def _check_graphsafe_keys(keys: list[str], model_config: "ModelConfig") -> None:
     if not keys:
         return
     try:
-        expand_graphsafe_keys(keys, model_config.get_total_num_hidden_layers())
+        expand_graphsafe_keys(keys, num_layers(model_config))
     except ValueError as error:
         raise CaptureValidationError(
             f"--capture-graphsafe-key {error}",

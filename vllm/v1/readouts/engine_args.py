@@ -19,6 +19,7 @@ from vllm.v1.residual.model_identity import identity_of_config
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.named_paths import named_paths
 from vllm.v1.residual.plugin_errors import described
+from vllm.v1.residual.sizes import num_layers
 from vllm.v1.residual.tap import HOOK_NAMES, INNER_POINTS, Tap
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def described_file(
             path,
         )
     # Which hook points a layer has is known once the model is loaded.
-    layers = range(model.get_total_num_hidden_layers())
+    layers = range(num_layers(model))
     check_place(info, dict.fromkeys(layers, HOOK_NAMES))
     check_model(info, identity_of_config(model))
     return asdict(info)

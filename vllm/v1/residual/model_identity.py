@@ -57,7 +57,9 @@ class ModelIdentity:
         # Some configurations use other names for these fields; the check is then
         # skipped.
         self.hidden_size: int | None = getattr(text, "hidden_size", None)
-        self.num_layers: int | None = getattr(text, "num_hidden_layers", None)
+        both = getattr(text, "is_encoder_decoder", False)
+        counted = "decoder_layers" if both else "num_hidden_layers"
+        self.num_layers: int | None = getattr(text, counted, None)
 
     @cached_property
     def weights(self) -> str:

@@ -29,9 +29,22 @@ def row_bytes(model_config: "ModelConfig") -> int:
     return width * torch_dtype(model_config).itemsize
 
 
+def num_layers(model_config: "ModelConfig") -> int:
+    """Number of blocks of the decoder.
+
+    Of an encoder-decoder upstream's own count is the encoder's.
+    """
+    text = model_config.hf_text_config
+    if not model_config.is_encoder_decoder:
+        return int(model_config.get_total_num_hidden_layers())
+    if hasattr(text, "transf_decoder"):  # Cohere's ASR models
+        return int(text.transf_decoder["config_dict"]["num_layers"])
+    return int(text.decoder_layers)
+
+
 def stage_starts(vllm_config: "VllmConfig") -> list[int]:
     """The first layer of each pipeline stage."""
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    layers = num_layers(vllm_config.model_config)
     count = vllm_config.parallel_config.pipeline_parallel_size
     return [get_pp_indices(layers, stage, count)[0] for stage in range(count)]
 

@@ -321,10 +321,13 @@ def _has_streams(layer: nn.Module) -> bool:
     return hasattr(layer, "hook_points_streams")
 
 
+_STREAM = ("hidden_states", "x", "decoder_hidden_states")
+
+
 def _parameter_of_stream(layer: nn.Module) -> str | None:
     """The argument with which a layer is given the stream."""
     parameters = inspect.signature(layer.forward).parameters
-    return next((name for name in ("hidden_states", "x") if name in parameters), None)
+    return next((name for name in _STREAM if name in parameters), None)
 
 
 def _of_attention(

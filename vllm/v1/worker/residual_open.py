@@ -24,7 +24,7 @@ from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.kept_memory import kept_memory
-from vllm.v1.residual.sizes import torch_dtype
+from vllm.v1.residual.sizes import num_layers, torch_dtype
 from vllm.v1.residual.tap import (
     AFTER,
     HOOK_NAMES,
@@ -84,15 +84,15 @@ def _open(
 ) -> ResidualStream:
     config = vllm_config.capture_config
     enabled = config.enabled or vllm_config.steering_config.enabled
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    count = num_layers(vllm_config.model_config)
     optional = config.optional_points
-    layers = find_tapped_layers(model, optional, num_layers, weaves=enabled)
+    layers = find_tapped_layers(model, optional, count, weaves=enabled)
     if not enabled:
         Launch.begin(NOTHING, (NOTHING,))
         return ResidualStream(layers.points)
     _check_supported(vllm_config, model, layers)
     width = vllm_config.model_config.get_hidden_size()
-    ends = (layers.modules.get((num_layers - 1, point)) for point in LEAVING)
+    ends = (layers.modules.get((count - 1, point)) for point in LEAVING)
     last = next((module for module, _ in filter(None, ends)), None)
     layers = replace(
         layers,
@@ -138,7 +138,7 @@ def _open(
                 },
                 HeadParts(projected_heads(layers.inner, layers.blocks, width)),
             )
-        taps_behind = _taps_behind(taps, num_layers - 1, AFTER in optional)
+        taps_behind = _taps_behind(taps, count - 1, AFTER in optional)
         capture = WorkerCapture(
             vllm_config,
             stage,
@@ -285,8 +285,6 @@ def _check_supported(
             "was found; `python -m fork models` lists the supported architectures, "
             "and why others are not supported"
         )
-    elif vllm_config.model_config.is_encoder_decoder:
-        reason = f"{kind} is an encoder-decoder model"
     elif vllm_config.model_config.runner_type != "generate":
         reason = f"the runner is {vllm_config.model_config.runner_type!r}, not generate"
     elif vllm_config.cache_config.kv_sharing_fast_prefill:

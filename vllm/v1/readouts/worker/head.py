@@ -25,6 +25,7 @@ NORMS = (
     "final_norm",
     "ln_out",
     "norm_out",
+    "layer_norm",
 )
 """Attribute names of the final norm on the module that has the list of layers."""
 
@@ -310,11 +311,17 @@ class Head:
     @property
     def _unadapted(self) -> Any:
         """The unembedding without adapters: Gemma uses its embeddings."""
-        model = self._model
+        whole = model = self._model
         if hasattr(model, "get_language_model"):
             model = model.get_language_model()
         inner = getattr(model, "model", None)
-        head = getattr(model, "lm_head", getattr(inner, "embed_tokens", None))
+        # The language model of an encoder-decoder is its decoder, without a head.
+        places = (
+            *((model, "lm_head"), (whole, "lm_head"), (whole, "proj_out")),
+            (inner, "embed_tokens"),
+        )
+        found = (getattr(owner, name, None) for owner, name in places)
+        head = next((one for one in found if one is not None), None)
         return getattr(head, "base_layer", head)
 
     def bias_of(self, tokens: list[int], own: torch.Tensor) -> torch.Tensor:

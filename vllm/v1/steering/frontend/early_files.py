@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm.v1.residual.before_fork import end_openmp_threads
-from vllm.v1.residual.sizes import torch_dtype
+from vllm.v1.residual.sizes import num_layers, torch_dtype
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission
 from vllm.v1.steering.frontend.modules import SteeringModules
@@ -39,7 +39,7 @@ def check_files(
             file, the problem and the remedy.
 
     """
-    layers = range(model_config.get_total_num_hidden_layers())
+    layers = range(num_layers(model_config))
     model = SteeredModel(
         dict.fromkeys(layers, HOOKS),
         model_config.get_hidden_size(),

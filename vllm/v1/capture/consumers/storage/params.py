@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.capture.consumers.storage.files import path_part
 from vllm.v1.capture.consumers.storage.options import Options
 from vllm.v1.residual.machine import memory_bytes, writer_threads
-from vllm.v1.residual.sizes import row_bytes
+from vllm.v1.residual.sizes import num_layers, row_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,7 +59,7 @@ class StorageParams:
         if vllm_config is None:
             return most
         model = vllm_config.model_config
-        layers = model.get_total_num_hidden_layers()
+        layers = num_layers(model)
         request = model.max_model_len * layers * row_bytes(model)
         return min(max(REQUESTS_HELD * writer_threads() * request, LEAST_BUFFER), most)
 
