@@ -18,6 +18,9 @@ INSTALL_INPUTS := pyproject.toml setup.py fork/upstream.toml \
 	client/pyproject.toml $(wildcard requirements/*.txt)
 
 export VLLM_TARGET_DEVICE := $(DEVICE)
+# Images that switch bytecode off would have each engine and server of the tests compile
+# a thousand modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: venv weave check format lint size type test test-soak test-multiprocess test-hostile test-page test-processors test-real test-interop test-upstream parity test-gpu test-native wheel models real-model docs demo clean
 
