@@ -31,8 +31,8 @@ page; with `--upstream`, that of another release.
 
 - **3** stands for `pre_attn`, `post_attn` and `post_block`; **5** for these with
   `mlp_in` and `mlp_out`, **7** also with `attn_add` and `mlp_add`; **3-5** where only
-  some of the layers have them. *streams*: `streams_pre` and `streams_post` in place of
-  the three.
+  some of the layers have them. *streams*: these count `streams_pre` and `streams_post`,
+  which layers of several streams have in place of the three.
 - **by** says what placed the points: *analysis*, or a *rule* that helps it.
 - **CPU** and **CUDA** give the largest relative error of any captured row, by dtype,
   and of a change at a hook point after `/`; **TP** and **PP** whether several
@@ -45,6 +45,7 @@ or steer with it stops when it starts, and says why.
 
 
 _STREAM = ("pre_attn", "post_attn", "post_block")
+_SEVERAL = ("streams_pre", "streams_post")
 _INNER = {"attn_in", "z", "mlp_act", "router_logits", "final_norm"}
 
 
@@ -113,7 +114,7 @@ def _points(row: ArchitectureReport) -> str:
         return "its model's"
     counts = sorted({len(parts | set(layer.points)) for layer in whole})
     text = "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    several = any("streams_pre" in layer.points for layer in whole)
+    several = any({*_SEVERAL} <= {*layer.points} for layer in whole)
     return f"{text}, streams" if several else text
 
 

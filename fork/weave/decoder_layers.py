@@ -27,8 +27,16 @@ from .layer_class import LayerClass, Module
 from .mlp_points import MLP_POINTS, place_mlp, prove_mlp
 from .placement import BLOCK, POST, PRE, Site, final_terms, place
 from .proof import prove
-from .rules import NOT_TAPPED, REFUSED, RULES, Rule
-from .several_streams import NO_SUM, STREAMS_POST, STREAMS_PRE, prove_streams
+from .rules import NOT_TAPPED, REFUSED, RULES, Rule, Sometimes
+from .several_streams import (
+    NO_SUM,
+    SEVERAL,
+    SINGLE,
+    STREAMS,
+    STREAMS_POST,
+    STREAMS_PRE,
+    prove_streams,
+)
 from .stream import Role, Unprovable, sublayers
 
 _NO_RULE = Rule(reason="")
@@ -134,7 +142,10 @@ def weave_classes(source: str, rules: Mapping[str, Rule]) -> WeaveResult:
     woven = _woven(parsed, plans)
     for plan in plans:
         try:
-            _prove(woven, plan)
+            for form in plan.forms:  # Taps of the others are not attached.
+                _prove(_woven(parsed, [form]), form)
+            if not plan.forms:
+                _prove(woven, plan)
         except Unprovable as error:
             problems.append(f"{plan.name}: woven, but {error}")
     changed = woven is not parsed and not problems
@@ -155,12 +166,16 @@ class _Plan:
     lacks: Mapping[str, str] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     meaning: str = ""
+    forms: tuple[_Plan, ...] = ()
+    """The plans of which this one is made, each for other configurations."""
 
     @property
     def name(self) -> str:
         return self.cls.name
 
     def points(self) -> tuple[str, ...]:
+        if self.forms:
+            return tuple(dict.fromkeys(p for one in self.forms for p in one.points()))
         placed = {site.point for site in self.sites}
         optional = (*MLP_POINTS, *ADDED_POINTS)
         return self.rule.points + tuple(p for p in optional if p in placed)
@@ -188,6 +203,8 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
     cls = parsed.classes[name]
     if "forward" not in cls.methods:
         return _Plan(cls, rule, ())
+    if rule.otherwise is not None:
+        return _either(parsed, name, rule, *rule.otherwise)
     if rule.streams:
         lacks = dict.fromkeys(ADDED_POINTS, NO_SUM)
         plan = _Plan(cls, rule, tuple(resolve(cls, rule.anchors)), lacks)
@@ -202,6 +219,24 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
         place = partial(place_added, _traces(cls, rule, point), point)
         plan = _with(plan, parsed, (point,), place)
     return plan
+
+
+def _either(parsed: Module, name: str, rule: Rule, met: str, several: Rule) -> _Plan:
+    """The plan of a layer with one stream, or with several where `met` is true."""
+    one = _plan(parsed, name, replace(rule, otherwise=None))
+    other = _plan(parsed, name, several)
+    absent = tuple(p for p in one.points() if p not in other.points())
+    few = (
+        Sometimes(points=absent, cases={}, lacking=met, why=SEVERAL),
+        Sometimes(points=STREAMS, cases={}, lacking=f"not {met}", why=SINGLE),
+    )
+    streams = f"{several.streams} if {met} else 0"
+    return replace(
+        one,
+        rule=replace(rule, sometimes=(*rule.sometimes, *few), streams=streams),
+        sites=(*one.sites, *other.sites),
+        forms=(one, other),
+    )
 
 
 def _with(

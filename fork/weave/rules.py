@@ -97,6 +97,11 @@ class Rule:
 
     Its points are `streams_pre` and `streams_post`, placed by hand and proven.
     """
+    otherwise: tuple[str, Rule] | None = None
+    """An expression over `self`, and the rule of layers for which it is true.
+
+    They have the points of that rule, of several streams, and no others.
+    """
     several_mixers: bool = False
     """Whether a token mixer may add to the stream after `post_attn`."""
     proven: bool = True
@@ -175,6 +180,29 @@ def _several_streams(reason: str, streams: str, *anchors: Anchor, **facts: Any) 
     )
 
 
+_HY_V4_STREAMS = _several_streams(
+    "hyper-connections: each sublayer reads a mix of the streams, and is written to "
+    "all of them",
+    "self.config.hc_mult",
+    Anchor(
+        point="streams_pre",
+        method="streams",
+        arguments=("hidden_states",),
+        statement="hidden_states = self.hc_attn_layer.prepare_input(",
+        after=True,
+        within="_forward_ihc",
+    ),
+    Anchor(
+        point="streams_post",
+        method="streams",
+        arguments=("hidden_states",),
+        statement="return hidden_states, None",
+        within="_forward_ihc",
+    ),
+    cases=({"self.enable_ihc": True},),
+    inline=("_forward_ihc",),
+    beside=("hc_attn_layer", "hc_mlp_layer"),
+)
 _POST_LN = (
     "the other outcome is post-LN: the stream itself is normed, the same places "
     "hold it and everything later is computed from it"
@@ -335,24 +363,21 @@ RULES: Mapping[str, Rule] = {
         reason="without hyper-connections the block is an ordinary one",
         cases=({"self.mhc": False, "self.is_mtp_layer": False},),
         unless={
-            "self.mhc": "hyper-connections: several streams, mixed between blocks",
+            "self.mhc": _HYPER,
             "self.is_sequence_parallel and not self.mhc": "use_sequence_parallel_moe "
             "without hyper-connections: upstream's attention is given a rank's share "
             "of the tokens, with the positions of all",
         },
     ),
-    "models/hy_v4/nvidia/model:HYV4DecoderLayer": Rule(
-        reason="without hyper-connections the block is an ordinary one",
-        cases=({"self.enable_ihc": False},),
-        unless={"self.enable_ihc": "hyper-connections: several streams in one tensor"},
-        inline=("_forward_normal",),
-    ),
-    "models/hy_v4/amd/model:HYV4DecoderLayer": Rule(
-        reason="without hyper-connections the block is an ordinary one",
-        cases=({"self.enable_ihc": False},),
-        unless={"self.enable_ihc": "hyper-connections: several streams in one tensor"},
-        inline=("_forward_normal",),
-    ),
+    **{
+        f"models/hy_v4/{device}/model:HYV4DecoderLayer": Rule(
+            reason="without hyper-connections the block is an ordinary one",
+            cases=({"self.enable_ihc": False},),
+            inline=("_forward_normal",),
+            otherwise=("self.enable_ihc", _HY_V4_STREAMS),
+        )
+        for device in ("amd", "nvidia")
+    },
     f"{_MODELS}hrm_text:HrmTextDecoderLayer": Rule(
         reason="two stacks of layers run several times a pass: each run is a layer",
         run="current_step",

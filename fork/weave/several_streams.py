@@ -9,12 +9,23 @@ between layers, so both points together replace those of a single stream.
 from __future__ import annotations
 
 from .events import Trace
-from .stream import Role, Unprovable, origins
+from .stream import Role, Term, Unprovable, origins
 
 STREAMS_PRE, STREAMS_POST = "streams_pre", "streams_post"
 STREAMS = (STREAMS_PRE, STREAMS_POST)
+SEVERAL = "its residual is several streams"
+SINGLE = "its residual is one stream"
 NO_SUM = "its residual is several streams, to which a block does not add a branch alone"
 """Why such a layer has neither `attn_add` nor `mlp_add`."""
+
+
+def _is_entry(held: frozenset[Term], entry: frozenset[Term]) -> bool:
+    """Whether terms are those that enter, or made of them by no part of a block."""
+    if held == entry:
+        return True
+    made = {Role.OTHER, Role.BESIDE}
+    parts = frozenset(term for term in held if term.role in made)
+    return parts == held and all(_is_entry(term.reads, entry) for term in parts)
 
 
 def prove_streams(trace: Trace) -> None:
@@ -28,7 +39,7 @@ def prove_streams(trace: Trace) -> None:
     if met != STREAMS:
         raise Unprovable(f"a path meets {', '.join(met) or 'no point'}")
     entering, leaving = taps
-    if entering.held() != frozenset(trace.entry[0].terms):
+    if not _is_entry(entering.held(), frozenset(trace.entry[0].terms)):
         raise Unprovable(f"{STREAMS_PRE} does not hold what enters the layer")
     before = {term.point for term in origins(leaving.held())}
     if before != {STREAMS_PRE}:

@@ -8,7 +8,7 @@ from vllm.config.capture import ConsumerConfig as CaptureConsumerSpec
 from vllm.config.capture import parse_consumer as parse_consumer_spec
 from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.selectors import layer_index
-from vllm.v1.residual.tap import HOOK_NAMES, OPTIONAL_POINTS, Tap
+from vllm.v1.residual.tap import HOOK_NAMES, INNER_POINTS, MLP_POINTS, Tap
 
 __all__ = [
     "CaptureConsumerSpec",
@@ -60,6 +60,7 @@ def _taps(key: str, num_layers: int) -> Iterable[Tap]:
             f"{key!r}: this model's layers are 0 to {num_layers - 1}; name one of them"
         )
     layers = range(num_layers) if index is None else [index]
-    stream = [point for point in HOOK_NAMES if point not in OPTIONAL_POINTS]
+    others = (*MLP_POINTS, *INNER_POINTS)
+    stream = [point for point in HOOK_NAMES if point not in others]
     hooks = stream if name is None else [name]
     return [(number, point) for number in layers for point in hooks]

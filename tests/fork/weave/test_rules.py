@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Mapping
+from dataclasses import replace
 
 import libcst as cst
 import pytest
@@ -372,3 +373,47 @@ def test_an_anchor_in_a_method_that_is_gone_stops_the_build(
     renamed = given.replace("apart", "elsewhere")
     (found,) = several(renamed, monkeypatch).problems
     assert "the rule's anchor is in apart, which is not there" in found
+
+
+BOTH = (
+    STREAMS.format(spread="hidden_states", returned="hidden_states")
+    .replace("if self.fused:", "if not self.several:")
+    .replace("self.in_one_kernel(hidden_states)", "self.plain(hidden_states)")
+    + """
+    def plain(self, hidden_states):
+        hidden_states = hidden_states + self.attn(self.norm_a(hidden_states))
+        hidden_states = hidden_states + self.mlp(self.norm_b(hidden_states))
+        return hidden_states, None
+    """
+)
+
+
+def test_a_layer_may_have_one_stream_or_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several(BOTH, monkeypatch)
+    other = replace(
+        decoder_layers.RULES[KEY], cases=({"self.several": True},), unless={}
+    )
+    rule = Rule(
+        reason="either",
+        cases=({"self.several": False},),
+        inline=("plain",),
+        otherwise=("self.several", other),
+    )
+    monkeypatch.setattr(decoder_layers, "RULES", {KEY: rule})
+    result = weave_module(mini.layer(BOTH), MODULE)
+    assert result.problems == ()
+    (layer,) = result.layers
+    streams = {"streams_pre", "streams_post"}
+    single = {"pre_attn", "post_attn", "post_block", "attn_add", "mlp_add"}
+    assert {*layer.points} == {*streams, *single, "mlp_in", "mlp_out"}
+    text = result.source or ""
+    names: dict[str, object] = {}
+    exec("class Mini:\n" + text[text.index("    @property") :], names)
+    made = names["Mini"]()  # type: ignore[operator]
+    made.count = 4
+    for has_several, count, lacking in ((False, 0, streams), (True, 4, single)):
+        made.several = has_several
+        assert made.hook_points_streams == count
+        assert made.hook_points_lacking.keys() == lacking

@@ -273,13 +273,6 @@ def why_missing(
     reasons["embed"] = "its first layer takes the stream under another name"
     of_streams = "its residual is one stream; pre_attn and post_block are there"
     reasons |= dict.fromkeys(STREAMS_POINTS, of_streams)
-    if any(_has_streams(layer) for layer in layers.values()):
-        whole = (
-            "its residual is several streams; streams_pre and streams_post are all of "
-            "them as they enter and leave a block, `heads` some of them"
-        )
-        single = {*HOOK_NAMES} - {*STREAMS_POINTS, *OPTIONAL_POINTS}
-        reasons |= dict.fromkeys((*single, "embed", "attn_add", "mlp_add"), whole)
     woven = (
         "no place in its layers has that value alone; `python -m fork models` says why"
     )
@@ -289,6 +282,13 @@ def why_missing(
         for one in own
         for name, why in _why_not_in(one, tensor_parallel).items()
     }
+    if any(_has_streams(layer) for layer in layers.values()):
+        whole = (
+            "its residual is several streams; streams_pre and streams_post are all of "
+            "them as they enter and leave a block, `heads` some of them"
+        )
+        single = {*HOOK_NAMES} - {*STREAMS_POINTS, *OPTIONAL_POINTS}
+        reasons |= dict.fromkeys((*single, "embed", "attn_add", "mlp_add"), whole)
     return {name: reasons.get(name, woven) for name in names}
 
 
@@ -318,7 +318,7 @@ def _why_no_router(routed: Sequence[Any]) -> str:
 
 def _has_streams(layer: nn.Module) -> bool:
     """Whether the residual of a layer is several streams."""
-    return hasattr(layer, "hook_points_streams")
+    return bool(getattr(layer, "hook_points_streams", 0))
 
 
 _STREAM = ("hidden_states", "x", "decoder_hidden_states")

@@ -49,9 +49,9 @@ class TappedLayers:
     def streams(self) -> dict[int, int]:
         """The number of streams, of layers whose residual is several, by index."""
         return {
-            layer: module.hook_points_streams
+            layer: count
             for layer, module in self.blocks.items()
-            if hasattr(module, "hook_points_streams")
+            if (count := getattr(module, "hook_points_streams", 0))
         }
 
     @property

@@ -129,7 +129,7 @@ class Head:
         norms = [] if owner is None else _norms(owner)
         if not callable(getattr(model, "compute_logits", None)):
             self.refusal = "the model's head returns no logits"
-        elif hasattr(last_layer, "hook_points_streams"):
+        elif getattr(last_layer, "hook_points_streams", 0):
             self.refusal = (
                 "the residual is several streams, which the model joins before its "
                 "final norm; capture streams_post"
