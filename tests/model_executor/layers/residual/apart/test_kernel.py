@@ -343,26 +343,11 @@ def test_each_program_does_what_its_formula_says(
             assert error < ROUNDING[dtype], f"{name}: {error}"
 
 
-def test_the_kernel_equals_the_arithmetic_of_a_cpu(launch: Execute) -> None:
+def test_the_kernel_equals_the_arithmetic_of_a_cpu_and_measures_doses(
+    launch: Execute,
+) -> None:
     torch.manual_seed(0)
-    tokens, width = 6, 96
-    for name, program in programs(width, tokens).items():
-        index, _kept = index_of(program)
-        rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
-        stream = randn(tokens, width)
-        gates = [torch.zeros(tokens, 4, device=DEVICE) for _ in range(2)]
-        every = torch.arange(tokens, device=DEVICE)
-        expected, changed = run(program, stream.clone(), every, gates[0])
-        found = stream.clone()
-        launch(found, found, None, index, rows, gates[1])
-        torch.testing.assert_close(gates[1], gates[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=name)
-        assert torch.equal((found != stream).any(1), changed), name
-
-
-def test_doses_are_measured_and_change_nothing(launch: Execute) -> None:
-    torch.manual_seed(0)
-    tokens, width = 6, 96
+    tokens, width = 4, 96
     every = torch.arange(tokens, device=DEVICE)
     rows = torch.ones(tokens, dtype=torch.int32, device=DEVICE)
     added = Instruction(Kind.MEASURE, randn(1, width))
@@ -380,14 +365,18 @@ def test_doses_are_measured_and_change_nothing(launch: Execute) -> None:
             )
             for memory, count in zip(doses, fired, strict=True)
         ]
-        stream, gates = randn(tokens, width), torch.zeros(tokens, 4, device=DEVICE)
+        stream = randn(tokens, width)
+        gates = [torch.zeros(tokens, 4, device=DEVICE) for _ in range(3)]
         plain, counted = stream.clone(), stream.clone()
         index, _kept = index_of(program)
-        launch(plain, plain, None, index, rows, gates)
+        launch(plain, plain, None, index, rows, gates[0])
         index, _kept = index_of(measured[0])
-        launch(counted, counted, None, index, rows, gates)
-        assert torch.equal(plain, counted), name
-        run(measured[1], stream.clone(), every, gates)
+        launch(counted, counted, None, index, rows, gates[1])
+        assert torch.equal(plain, counted) and torch.equal(gates[0], gates[1]), name
+        expected, changed = run(measured[1], stream.clone(), every, gates[2])
+        torch.testing.assert_close(gates[0], gates[2], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(plain, expected, rtol=1e-5, atol=1e-5, msg=name)
+        assert torch.equal((plain != stream).any(1), changed), name
         torch.testing.assert_close(*doses, rtol=1e-4, atol=1e-5, equal_nan=True)
         assert torch.equal(*fired), name
         if len(program) == 1:
@@ -499,7 +488,7 @@ def test_a_later_hook_point_reads_an_activation_that_was_selected(
     launch: Execute, divided: Flag, most: float, low: float
 ) -> None:
     torch.manual_seed(0)
-    tokens, width, column = 40, 96, STORED + 3
+    tokens, width, column = 12, 96, STORED + 3
     stream, v = randn(tokens, width), randn(1, width)
     rivals, biases = randn(24, width), randn(24)
     biases[3] = 0.5  # Sometimes among the largest, whatever the rows are divided by.
