@@ -3,6 +3,7 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.support.compiler import needs_compiler
+from tests.v1.residual.sae import _layouts
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
+from vllm.v1.residual.sae import encode, load_sae
 
 pytestmark = [
     pytest.mark.e2e,
@@ -28,10 +31,26 @@ SIZE = len(PROMPT)
 
 
 @pytest.fixture(scope="module")
-def steered(tmp_path_factory: Any) -> Iterator[tuple[Any, _models.Reference]]:
+def transcoder(tmp_path_factory: Any) -> Path:
+    """One that selects the largest of 200 features."""
+    folder: Path = tmp_path_factory.mktemp("saes") / "layers.1.mlp"
+    parts = _layouts.parts(3, _models.HIDDEN, 200)
+    said = {"transcode": True, "d_in": _models.HIDDEN, "num_latents": 200, "k": 50}
+    return _layouts.sparsify(folder, parts, **said)
+
+
+@pytest.fixture(scope="module")
+def steered(
+    tmp_path_factory: Any, transcoder: Path
+) -> Iterator[tuple[Any, _models.Reference]]:
     path = _models.save("llama", tmp_path_factory.mktemp("llama"))
     llm = _engine.engine(
-        path, enforce_eager=False, max_num_seqs=16, max_steering_configs=16
+        path,
+        enforce_eager=False,
+        max_num_seqs=16,
+        max_steering_configs=16,
+        hook_points=["mlp_in", "mlp_out"],
+        sae={"topk": str(transcoder)},
     )
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     yield llm, _models.Reference(path)
@@ -182,4 +201,30 @@ def test_conditions_are_decided_in_compiled_code(steered: Any) -> None:
     output, plain = generate(llm, [PROMPT] * 2, [asked, params()])
     assert error(plain, reference, {}) < 1e-4
     assert error(output, reference, {place: look, acts: act}) < 1e-4
+    assert error(output, reference, {}) > 1e-3
+
+
+def test_an_activation_is_selected_in_one_place_and_changed_in_another(
+    steered: Any, transcoder: Path
+) -> None:
+    llm, reference = steered
+    sae, found = load_sae(transcoder), list[torch.Tensor]()
+
+    def read(stream: torch.Tensor) -> torch.Tensor:
+        found.append(encode(sae, stream))
+        return stream
+
+    reference.logprobs(PROMPT, {(1, "mlp_in"): read})
+    share = (found[-1] != 0).double().mean(dim=0)
+    feature = int((share - 0.5).abs().argmin())
+
+    def act(branch: torch.Tensor) -> torch.Tensor:
+        change = 9.0 - found[-1][:, feature, None]
+        return branch + change * sae.w_dec[feature].float()
+
+    entry = {"op": "feature", "sae": "topk", "feature": feature, "value": 9.0}
+    asked = params(steering_vectors={"mlp_out": {1: entry}})
+    (output,) = generate(llm, [PROMPT], [asked])
+    taps = {(1, "mlp_in"): read, (1, "mlp_out"): act}
+    assert error(output, reference, taps) < 1e-4
     assert error(output, reference, {}) > 1e-3
