@@ -43,6 +43,8 @@ class CaptureEnd(msgspec.Struct, frozen=True, array_like=True):
     """The results of readouts that consumers take."""
     kept: dict[str, Spans] = {}
     """The positions whose rows are kept, by instance with `keep_when`."""
+    error: str | None = None
+    """Why the whole capture failed in a worker, if it did."""
 
 
 class Reader(msgspec.Struct, frozen=True, array_like=True):

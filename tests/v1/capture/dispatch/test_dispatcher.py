@@ -176,8 +176,8 @@ def test_rows_that_nobody_keeps_are_not_copied(
     for name, keeps in (("a", False), ("b", True)):
         request: Any = bench.dispatcher._requests[name]
         request.keeps_rows = lambda _, keeps=keeps: keeps
-        request.finish = lambda _: ({}, {})
-    ends: Any = [SimpleNamespace(request_id=name) for name in "ab"]
+        request.finish = lambda *_: ({}, {})
+    ends: Any = [(SimpleNamespace(request_id=name), None) for name in "ab"]
     bench.dispatcher.end(ends)
     bench.send(hand_on=False)
     assert copied == ["b"]
@@ -285,7 +285,7 @@ class EndingRequest:
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
 
-    def finish(self, end: Any) -> Any:
+    def finish(self, end: Any, answer: Any) -> Any:
         assert self.num_bytes, f"{self.name} is broken"
         rows = torch.zeros(1, self.num_bytes, dtype=torch.uint8)
         chunk = SimpleNamespace(name=self.name, tensor=rows)
@@ -316,7 +316,7 @@ def test_requests_that_end_together_share_packets_of_a_bounded_size(
     for request in requests.values():
         request.req_id = request.name  # type: ignore[attr-defined]
         dispatcher.open(request)  # type: ignore[arg-type]
-    ends: Any = [SimpleNamespace(request_id=name) for name in requests]
+    ends: Any = [(SimpleNamespace(request_id=name), None) for name in requests]
     dispatcher.end(ends)
     dispatcher.close(5)
     sound = [name for name, request in requests.items() if request.num_bytes]

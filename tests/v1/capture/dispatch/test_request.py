@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from vllm.v1.capture.dispatch.ledger import Rows
-from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
+from vllm.v1.capture.dispatch.request import CapturedRequest, never_started
 from vllm.v1.capture.groups import AnyChunk, chunks_in
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, group_taps
@@ -91,7 +91,7 @@ def run(
             for rows in step_rows(step, group.ranges, len(group.taps), number, wrong):
                 placed = pages[index].place(rows) if paged else rows
                 consumers.take(request.add(index, placed))
-    chunks, endings = request.finish(end_of(life, reason))
+    chunks, endings = request.finish(end_of(life, reason), unanswered)
     consumers.take(chunks)
     for instance, ending in endings.items():
         for finalize in ending.finalizes:
@@ -113,15 +113,12 @@ def step_rows(
     ]
 
 
-def end_of(life: Life, reason: str) -> RequestEnd:
-    return RequestEnd(
-        request_id="r",
-        token_ids=tuple(range(200, 200 + life.counted)),
-        sample_index=0,
-        finish_reason=reason,
-        answer=lambda instance, result: None,
-        instances=(),
-    )
+def end_of(life: Life, reason: str) -> CaptureEnd:
+    return CaptureEnd("r", "", list(range(200, 200 + life.counted)), 0, reason, [])
+
+
+def unanswered(instance: str, result: CaptureResult) -> None:
+    """Nobody waits."""
 
 
 @given(
@@ -249,16 +246,7 @@ def test_missing_results_of_readouts_are_reported_as_rows_are(
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(sent))
     received = msgspec.convert(decoded, CaptureEnd)
     request = CapturedRequest("r", plan, (), [1, 2, 3, 4], {}, {}, frozenset())
-    end = RequestEnd(
-        request_id="r",
-        token_ids=(7, 8, 9),
-        sample_index=0,
-        finish_reason=reason,
-        answer=lambda instance, result: None,
-        instances=("a",),
-        readouts=tuple(received.readouts),
-    )
-    chunks, endings = request.finish(end)
+    chunks, endings = request.finish(received, unanswered)
     (chunk,), (finalize,) = chunks_in(chunks["a"]), endings["a"].finalizes
     assert chunk.key == finalize.key == ("r", 3, "post_block.size.norm")
     assert chunk.tensor.tolist() == [[1.5], [2.5]]
@@ -271,15 +259,8 @@ def test_missing_results_of_readouts_are_reported_as_rows_are(
 
 def test_a_request_of_which_nothing_was_computed_is_answered() -> None:
     answers: dict[str, CaptureResult] = {}
-    end = RequestEnd(
-        request_id="r",
-        token_ids=(),
-        sample_index=0,
-        finish_reason="abort",
-        answer=answers.__setitem__,
-        instances=("a", "b"),
-    )
-    end.never_started()
+    end = CaptureEnd("r", "", [], 0, "abort", ["a", "b"])
+    never_started(end, answers.__setitem__)
     assert sorted(answers) == ["a", "b"]
     assert all(result.status == "error" for result in answers.values())
 

@@ -12,11 +12,12 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending
-from vllm.v1.capture.dispatch.request import CapturedRequest, RequestEnd
+from vllm.v1.capture.dispatch.request import Answer, CapturedRequest, never_started
 from vllm.v1.capture.dispatch.step_buffer import ByGroup, StagedStep, StepBuffer
 from vllm.v1.capture.groups import AnyChunk
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
 from vllm.v1.capture.staging.ring import Staging
+from vllm.v1.residual.capture_plan import CaptureEnd
 
 logger = init_logger(__name__)
 
@@ -101,7 +102,7 @@ class Dispatcher:
         else:
             self._put(lambda: self._hand_on_to(req_ids))
 
-    def end(self, ends: Sequence[RequestEnd]) -> None:
+    def end(self, ends: Sequence[tuple[CaptureEnd, Answer]]) -> None:
         """End requests; all steps that computed their rows were added before."""
         self._put(lambda: self._finish(ends))
 
@@ -180,11 +181,11 @@ class Dispatcher:
         for instance, batch in chunks.items():
             self._lanes[instance].submit(batch)
 
-    def _finish(self, ends: Sequence[RequestEnd]) -> None:
+    def _finish(self, ends: Sequence[tuple[CaptureEnd, Answer]]) -> None:
         """Submit the last rows and the ends of requests, several in one packet."""
         try:
             kept: dict[bool, list[str]] = {True: [], False: []}
-            for end in ends:
+            for end, _ in ends:
                 kept[self._keeps_rows(end)].append(end.request_id)
             if kept[False]:  # Rows that nobody gets are not copied.
                 self._pending.take(kept[False])
@@ -192,13 +193,13 @@ class Dispatcher:
         except Exception:  # The requests still end, and report missing rows.
             logger.exception("Captured rows could not be distributed to their requests")
         last = LastRows()
-        for end in ends:
+        for end, answer in ends:
             request = self._requests.pop(end.request_id, None)
             try:
                 if request is None:
-                    end.never_started()
+                    never_started(end, answer)
                 else:
-                    last.add(*request.finish(end))
+                    last.add(*request.finish(end, answer))
             except Exception:  # The other requests must still end.
                 logger.exception("The capture of %s has no end", end.request_id)
             if last.num_bytes >= self._packet_bytes:
@@ -206,7 +207,7 @@ class Dispatcher:
                 last = LastRows()
         self._submit_last(last)
 
-    def _keeps_rows(self, end: RequestEnd) -> bool:
+    def _keeps_rows(self, end: CaptureEnd) -> bool:
         request = self._requests.get(end.request_id)
         return request is None or request.keeps_rows(end)
 

@@ -7,8 +7,8 @@ point, one row per position.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ from vllm.v1.capture.types import (
     CaptureResult,
     VllmInternalRequestId,
 )
-from vllm.v1.residual.capture_plan import CapturePlan, Reader
+from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import Readout, ReadoutReader, ReadoutRows
 from vllm.v1.residual.row_blocks import LocalGroup
@@ -75,38 +75,17 @@ def nothing_of(readout: Readout) -> ReadoutRows:
 LAYER_CONVENTION = "0-based block index"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnd:
-    """The end of a request, as reported by the front end."""
+Answer: TypeAlias = Callable[[str, CaptureResult], None]
+"""`answer(instance, result)`: sends a result of a request to its front end."""
 
-    request_id: str
-    token_ids: tuple[int, ...]
-    """The generated tokens that the output contains."""
-    sample_index: int
-    finish_reason: str
-    answer: Callable[[str, CaptureResult], None]
-    """`answer(instance, result)`: sends a result to the front end."""
-    instances: tuple[str, ...]
-    error: str | None = None
-    """Why the whole capture failed, if it did."""
-    readouts: tuple[ReadoutRows, ...] = ()
-    """The results of readouts that consumers take."""
-    kept: Mapping[str, Spans] = field(default_factory=dict)
-    """The positions whose rows are kept, by instance with `keep_when`."""
 
-    def never_started(self) -> None:
-        """Send errors for a request of which this worker has computed no row."""
-        for instance in self.instances:
-            self.answer(
-                instance,
-                CaptureResult(
-                    (VllmInternalRequestId(self.request_id), -1, "*"),
-                    "error",
-                    self.error
-                    or f"the request ended ({self.finish_reason}) before any of its "
-                    "rows was computed",
-                ),
-            )
+def never_started(end: CaptureEnd, answer: Answer) -> None:
+    """Send errors for a request of which this worker has computed no row."""
+    key = VllmInternalRequestId(end.request_id), -1, "*"
+    before = f"the request ended ({end.finish_reason}) before any of its rows was"
+    for instance in end.instances:
+        error = end.error or f"{before} computed"
+        answer(instance, CaptureResult(key, "error", error))
 
 
 class CapturedRequest:
@@ -199,7 +178,7 @@ class CapturedRequest:
         """Add rows of a group; returns the rows to submit now, by instance."""
         return self._chunks(group, self._ledgers[group].add(rows))
 
-    def keeps_rows(self, end: RequestEnd) -> bool:
+    def keeps_rows(self, end: CaptureEnd) -> bool:
         """Whether any reader gets rows; `keep_when` may have decided that none does."""
         if end.error is not None or not end.kept:
             return True
@@ -210,7 +189,7 @@ class CapturedRequest:
         )
 
     def finish(
-        self, end: RequestEnd
+        self, end: CaptureEnd, answer: Answer
     ) -> tuple[dict[str, list[AnyChunk]], dict[str, Ending]]:
         """The remaining rows and, to be sent after them, the ends; by instance."""
         stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
@@ -236,7 +215,7 @@ class CapturedRequest:
                 chunk = self._make_chunk(number, own, kept)
                 chunks.setdefault(instance, []).append(chunk)
         self._held.clear()
-        skipped = self._skip(end, stop)
+        skipped = self._skip(end, answer, stop)
         ends = {
             name: self._ends(name, end, stop)
             for name in self._plan.lanes
@@ -249,21 +228,17 @@ class CapturedRequest:
                 chunks.setdefault(reader.instance, []).extend(made)
                 ends[reader.instance].append(finalize)
         endings = {
-            instance: Ending(
-                self.req_id,
-                tuple(own),
-                lambda result, instance=instance: end.answer(instance, result),  # type: ignore[misc]
-            )
+            instance: Ending(self.req_id, tuple(own), partial(answer, instance))
             for instance, own in ends.items()
         }
         return chunks, endings
 
-    def _spans_kept(self, instance: str, end: RequestEnd) -> Spans:
+    def _spans_kept(self, instance: str, end: CaptureEnd) -> Spans:
         if instance not in self._keeping:
             return ((0, OPEN_END),)
         return tuple(end.kept.get(instance, ()))
 
-    def _skip(self, end: RequestEnd, stop: int) -> set[str]:
+    def _skip(self, end: CaptureEnd, answer: Answer, stop: int) -> set[str]:
         """Answer for the instances that keep no row and need not be told; their names.
 
         They write nothing.
@@ -277,7 +252,7 @@ class CapturedRequest:
             if not overlap(self._spans_kept(name, end), 0, stop)
         }
         for name in skipped:
-            end.answer(name, CaptureResult(key, "ok"))
+            answer(name, CaptureResult(key, "ok"))
         return skipped
 
     def _chunks(
@@ -334,7 +309,7 @@ class CapturedRequest:
             rows = rows_of_heads(rows, reader.heads, reader.head_size)
         return GroupChunk(self.req_id, taps, rows, offset, step, positions)
 
-    def _ends(self, instance: str, end: RequestEnd, stop: int) -> list[AnyEnd]:
+    def _ends(self, instance: str, end: CaptureEnd, stop: int) -> list[AnyEnd]:
         return [
             GroupEnd(
                 self.req_id,
@@ -347,7 +322,7 @@ class CapturedRequest:
         ]
 
     def _facts(
-        self, number: int, reader: Reader, end: RequestEnd, stop: int
+        self, number: int, reader: Reader, end: CaptureEnd, stop: int
     ) -> dict[str, Any]:
         positions, remarks = self._positions(number, reader, end, stop)
         facts = self._sidecar_of(reader.instance, positions, remarks, end)
@@ -368,7 +343,7 @@ class CapturedRequest:
         instance: str,
         positions: list[int],
         remarks: dict[str, str],
-        end: RequestEnd,
+        end: CaptureEnd,
     ) -> dict[str, Any]:
         """The sidecar of rows at `positions`, without what identifies the key."""
         if end.error is not None:
@@ -390,7 +365,7 @@ class CapturedRequest:
         }
 
     def _positions(
-        self, number: int, reader: Reader, end: RequestEnd, stop: int
+        self, number: int, reader: Reader, end: CaptureEnd, stop: int
     ) -> tuple[list[int], dict[str, str]]:
         """The positions of the reader's rows, with an error or note for the sidecar."""
         kept = self._spans_kept(reader.instance, end)
@@ -407,7 +382,7 @@ class CapturedRequest:
         return arrived, remarks_on(positions, arrived, reader.ranges, end, stop)
 
     def _readout_keys(
-        self, reader: ReadoutReader, end: RequestEnd, stop: int
+        self, reader: ReadoutReader, end: CaptureEnd, stop: int
     ) -> Iterator[tuple[list[CaptureChunk], CaptureFinalize]]:
         """The chunks and the end of each key with results that a consumer takes."""
         assert self._plan.readouts is not None
@@ -448,7 +423,7 @@ def _positions_below(stop: int, ranges: Spans) -> list[int]:
 
 
 def remarks_on(
-    wanted: list[int], arrived: list[int], ranges: Spans, end: RequestEnd, stop: int
+    wanted: list[int], arrived: list[int], ranges: Spans, end: CaptureEnd, stop: int
 ) -> dict[str, str]:
     """An error or a note for the sidecar, if rows are missing.
 

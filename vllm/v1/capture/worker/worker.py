@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import CaptureProgress
@@ -23,8 +24,8 @@ from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.dispatch.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.dispatch.request import (
     LAYER_CONVENTION,
+    Answer,
     CapturedRequest,
-    RequestEnd,
 )
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.memory.budget import BUDGET
@@ -44,7 +45,7 @@ from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.offload import Offload, row_encoder
 from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
-from vllm.v1.residual.capture_plan import LIVE, CapturePlan
+from vllm.v1.residual.capture_plan import LIVE, CaptureEnd, CapturePlan
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes, other_widths
 from vllm.v1.residual.row_blocks import local_groups
@@ -54,7 +55,6 @@ from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.residual.capture_plan import CaptureEnd
 
 logger = init_logger(__name__)
 
@@ -368,7 +368,7 @@ class WorkerCapture:
             opening = Opening(req_id, partial(validate, specs[name], context))
             self._lanes[name].open(opening)
 
-    def end_requests(self, ends: Sequence["CaptureEnd"]) -> None:
+    def end_requests(self, ends: Sequence[CaptureEnd]) -> None:
         """Stop capturing requests that have ended, and deliver their last rows."""
         ended = []
         for end in ends:
@@ -376,7 +376,9 @@ class WorkerCapture:
             self._sending.forget(end.request_id)
             plan = self._plans.pop(end.request_id, None)
             failure = self._failures.pop(end.request_id, None)
-            ended.append(self._request_end(end, plan, failure))
+            alone = plan is not None and len(plan.lanes) == 1
+            answer = partial(self._answer, end.reply_to, end.request_id, alone)
+            ended.append((replace(end, error=failure), answer))
             if self._staging.requests is not None:
                 self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
@@ -385,22 +387,6 @@ class WorkerCapture:
         if self._takes_rows:
             self._sending.send()
             self._dispatcher.end(ended)
-
-    def _request_end(
-        self, end: "CaptureEnd", plan: CapturePlan | None, failure: str | None
-    ) -> RequestEnd:
-        alone = plan is not None and len(plan.lanes) == 1
-        return RequestEnd(
-            request_id=end.request_id,
-            token_ids=tuple(end.token_ids),
-            sample_index=end.sample_index,
-            finish_reason=end.finish_reason,
-            answer=partial(self._answer, end.reply_to, end.request_id, alone),
-            instances=tuple(end.instances),
-            error=failure,
-            readouts=tuple(end.readouts) if self._is_last_stage else (),
-            kept=end.kept,
-        )
 
     @property
     def _is_last_stage(self) -> bool:
@@ -417,17 +403,12 @@ class WorkerCapture:
         if self._stage.pipeline_rank == 0:
             self._reporter.add_reforwarded(tokens)
 
-    def _given_up(self, req_id: str, plan: CapturePlan) -> RequestEnd:
+    def _given_up(self, req_id: str, plan: CapturePlan) -> tuple[CaptureEnd, Answer]:
         """The end of a request that is still captured when the engine stops: failed."""
-        return RequestEnd(
-            request_id=req_id,
-            token_ids=(),
-            sample_index=0,
-            finish_reason="abort",
-            answer=partial(self._answer, plan.reply_to, req_id, False),
-            instances=plan.instances,
-            error="the engine stopped before the request had finished",
-        )
+        error = "the engine stopped before the request had finished"
+        own = req_id, plan.reply_to, [], 0, "abort", list(plan.instances)
+        end = CaptureEnd(*own, error=error)
+        return end, partial(self._answer, plan.reply_to, req_id, False)
 
     def _answer(
         self,
