@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.capture.frontend import attach
+from vllm.v1.capture.frontend import frontend
 from vllm.v1.residual.capture_plan import CaptureEnd
 
 END = CaptureEnd("r", "ipc://here", [1], 0, "stop", ["inline"])
@@ -36,7 +36,7 @@ class Core:
 
 def test_ends_are_sent_without_waiting_for_the_core() -> None:
     core = Core()
-    send = attach._Sender(core)
+    send = frontend._Sender(core)
     send([END])
     ((kind, (client, number, method, args)),) = core.sent
     assert (kind, client, method, args) == ("UTILITY", 0, "end_captures", ([END],))
@@ -54,10 +54,10 @@ def test_an_end_that_the_core_refuses_is_logged(
 ) -> None:
     logged: list[str] = []
     monkeypatch.setattr(
-        attach.logger, "error", lambda text, *args: logged.append(text % args)
+        frontend.logger, "error", lambda text, *args: logged.append(text % args)
     )
     core = Core()
-    send = attach._Sender(core)
+    send = frontend._Sender(core)
     send([END])
     core.answer(ValueError("no such request"))
     send.wait(60.0)
@@ -69,8 +69,8 @@ def test_a_core_in_this_process_has_them_at_once(
 ) -> None:
     had: list[Any] = []
     monkeypatch.setattr(
-        attach, "end_captures_now", lambda core, ends: had.append((core, ends))
+        frontend, "end_captures_now", lambda core, ends: had.append((core, ends))
     )
     core = SimpleNamespace(engine_core="core")
-    attach._Sender(core)([END])
+    frontend._Sender(core)([END])
     assert had == [("core", [END])]

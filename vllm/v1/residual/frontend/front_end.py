@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumers.memory.api import kept_run
-from vllm.v1.capture.frontend.attach import open_capture
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
+from vllm.v1.capture.frontend.frontend import open_capture
 from vllm.v1.capture.selectors import check_request_size
 from vllm.v1.hooks.frontend.frontend import NO_HOOKS, NoHooks, open_hooks
 from vllm.v1.readouts.engine_args import check_places

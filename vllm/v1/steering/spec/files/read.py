@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a file of vectors of any form; which facts each form takes is in one table."""
+"""Reads a file of vectors of any form; which facts each form takes is in one table.
 
+A `.svec` file, the format of IBM's activation-steering library, is a JSON object with
+`model_type` and `directions`, which maps the number of a block to its vector. The
+library adds the vector of block L to the input of the block, our `pre_attn` of layer L
+(`activation_steering/leash_layer.py`).
+"""
+
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +17,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.residual.file_facts import split_facts
 from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.sae.load import is_sae
+from vllm.v1.residual.sae.files import SAEFileError
+from vllm.v1.residual.sae.load import is_sae, load_sae
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.spec.files.dictionaries import read_dictionary
-from vllm.v1.steering.spec.files.features import read_feature
 from vllm.v1.steering.spec.files.gguf import read_gguf
 from vllm.v1.steering.spec.files.own import (
     ModuleFile,
@@ -21,10 +28,86 @@ from vllm.v1.steering.spec.files.own import (
     read_json,
     read_safetensors,
 )
-from vllm.v1.steering.spec.files.svec import read_svec
-from vllm.v1.steering.spec.files.vectors import VectorSet, additions_of
-from vllm.v1.steering.spec.provenance import Source
+from vllm.v1.steering.spec.files.vectors import VectorSet, additions_of, vector_set
+from vllm.v1.steering.spec.provenance import Provenance, Source
 from vllm.v1.steering.spec.reading import Reading
+
+
+def read_feature(path: Path, reading: Reading) -> VectorSet:
+    """Read the decoder row of a feature.
+
+    Args:
+        path: a folder or file that `load_sae` reads.
+        reading: the feature; and the layer and hook point where the SAE writes, if its
+            file names no place.
+
+    Raises:
+        SteeringValidationError: it is no SAE, the feature does not exist, or the place
+            is unknown or another one.
+
+    """
+    if reading.feature is None:
+        raise fail(
+            f"feature: {str(path)!r} is an SAE; select a feature with --feature",
+            "feature",
+            None,
+        )
+    try:
+        sae = load_sae(path)
+    except SAEFileError as error:
+        raise fail(error.args[0], "path", str(path)) from None
+    if not 0 <= reading.feature < len(sae.w_dec):
+        raise fail(
+            f"feature: {str(path)!r} has the features 0 to {len(sae.w_dec) - 1}",
+            "feature",
+            reading.feature,
+        )
+    tap = sae.writes.tap
+    if tap is not None and not reading.selects(tap):
+        raise reading.nothing_at(sae.name, [tap])
+    if tap is None and reading.hook is not None and reading.layer is not None:
+        tap = reading.layer, reading.hook
+    if tap is None:
+        raise fail(
+            f"hook: {str(path)!r} writes at {sae.writes.name or 'a place'!r}, which is "
+            "no hook point here; give the place of its rows with both --hook and "
+            "--layer",
+            "hook",
+            reading.hook,
+        )
+    origin = f"feature {reading.feature} of the SAE {sae.name} ({sae.layout})"
+    if sae.model:
+        origin += f" for {sae.model}"
+    row = sae.w_dec[reading.feature].float()
+    return vector_set({tap: row}, Provenance(origin=origin), str(path))
+
+
+SVEC_HOOK = "pre_attn"
+
+
+def read_svec(path: str | Path) -> VectorSet:
+    """Read the vectors of a `.svec` file.
+
+    Raises:
+        SteeringValidationError: the file is missing or invalid.
+
+    """
+    file = Path(path)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        directions = found["directions"]
+        vectors = {(int(n), SVEC_HOOK): one for n, one in directions.items()}
+        model_type = str(found.get("model_type", ""))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise fail(
+            f"path: {file.name!r} is not an .svec file, a JSON object with the "
+            f"directions of blocks: {type(error).__name__}: {error}",
+            "path",
+            str(path),
+        ) from None
+    said = Provenance(model_type=model_type, origin=f"{file.name}, activation-steering")
+    return vector_set(vectors, said, str(path))
+
 
 OURS = (".safetensors", ".json")
 DICTIONARIES = (".pt", ".pth", ".npy", ".npz")
