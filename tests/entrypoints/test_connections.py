@@ -29,7 +29,8 @@ from vllm.entrypoints.serve.capture.connections import (
     send_on_threads,
 )
 from vllm.entrypoints.serve.capture.sending import RowsResponse, counting_unsent
-from vllm.v1.capture.frontend.unsent import UnsentRows
+from vllm.v1.capture.frontend.tracking import HeldBytes
+from vllm.v1.capture.frontend.unsent import hold_until_sent
 
 WAIT = 60.0
 LARGE = 40 << 20
@@ -42,7 +43,7 @@ class Served:
     """An application that responds with `BODY` in pieces, on a server in a thread."""
 
     def __init__(self) -> None:
-        self.unsent = UnsentRows()
+        self.unsent = HeldBytes()
         self._memory: list[weakref.ref[Any]] = []
         self.url = ""
 
@@ -68,7 +69,7 @@ class Served:
             await send({"type": "http.response.body", "body": b"ok"})
 
     async def rows(self, scope: Any, receive: Any, send: Any) -> None:
-        self.unsent.hold({"inline": len(BODY)})
+        hold_until_sent(self.unsent, {"inline": len(BODY)})
         await self.respond(scope, receive, send)
 
     async def respond(self, scope: Any, receive: Any, send: Any) -> None:
@@ -87,7 +88,7 @@ class Served:
         await RowsResponse(pieces(), headers=headers)(scope, receive, send)
 
     def is_free(self) -> bool:
-        return not self.living and not self.unsent.bytes_for("inline")
+        return not self.living and not self.unsent.of("inline", "unsent")
 
 
 @contextmanager

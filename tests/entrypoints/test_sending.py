@@ -20,9 +20,10 @@ from vllm.entrypoints.serve.capture.sending import (
 from vllm.v1.capture.frontend.http import deferred
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
+from vllm.v1.capture.frontend.tracking import HeldBytes
 from vllm.v1.capture.frontend.unsent import (
     ResponseScope,
-    UnsentRows,
+    hold_until_sent,
     when_response_ends,
 )
 from vllm.v1.capture.results import RowsByTap
@@ -47,7 +48,7 @@ class Response:
     """An application that responds with rows, and records what is held per message."""
 
     def __init__(self, *messages: dict[str, Any]) -> None:
-        self.unsent, self.messages = UnsentRows(), messages
+        self.unsent, self.messages = HeldBytes(), messages
         self.sent: list[dict[str, Any]] = []
         self.held: list[int] = []
 
@@ -56,18 +57,18 @@ class Response:
         await asyncio.create_task(self.fetch())
         for message in self.messages:
             await send(message)
-        self.held.append(self.unsent.bytes_for("inline"))
+        self.held.append(self.unsent.of("inline", "unsent"))
 
     async def fetch(self) -> None:
-        self.unsent.hold(SIZES)
+        hold_until_sent(self.unsent, SIZES)
 
     async def send(self, message: Any) -> None:
-        self.held.append(self.unsent.bytes_for("inline"))
+        self.held.append(self.unsent.of("inline", "unsent"))
         self.sent.append(message)
 
     def run(self, send: Callable[[Any], Any] | None = None) -> None:
         asyncio.run(counting_unsent(self.app)({}, None, send or self.send))  # type: ignore[arg-type]
-        assert self.unsent.bytes_for("inline") == 0
+        assert self.unsent.of("inline", "unsent") == 0
 
 
 def test_a_body_is_sent_in_pieces_and_counts_until_its_last_byte() -> None:
@@ -151,7 +152,7 @@ def test_a_client_that_does_not_read_is_given_up(
 
     with pytest.raises(OSError, match="does not read"):
         response.run(stuck)
-    assert response.unsent.bytes_for("inline") == 0
+    assert response.unsent.of("inline", "unsent") == 0
 
 
 def test_a_large_answer_without_rows_is_given_up_too(
@@ -202,7 +203,7 @@ def test_a_response_that_fails_frees_its_rows() -> None:
 
     with pytest.raises(RuntimeError):
         response.run(fail)
-    assert response.unsent.bytes_for("inline") == 0
+    assert response.unsent.of("inline", "unsent") == 0
 
 
 def test_a_small_response_without_rows_is_sent_as_it_is() -> None:
@@ -221,9 +222,9 @@ def test_a_small_response_without_rows_is_sent_as_it_is() -> None:
 
 
 def test_without_a_response_the_caller_has_the_rows() -> None:
-    unsent = UnsentRows()
-    unsent.hold(SIZES)
-    assert unsent.bytes_for("inline") == 0
+    unsent = HeldBytes()
+    hold_until_sent(unsent, SIZES)
+    assert unsent.of("inline", "unsent") == 0
     assert not when_response_ends(lambda: None)
 
 
@@ -233,13 +234,14 @@ def tracker() -> RequestTracker:
         PathLocks({}), 1, answered=lambda *_: None, forgotten=lambda _: None
     )
     with tracker.lock:
-        tracker.hold(tracker.begin("r", 0, "r-0", ("inline",)), SIZES)
+        tracker.begin("r", 0, "r-0", ("inline",))
+        tracker.hold("r", SIZES)
     return tracker
 
 
 def held(tracker: RequestTracker, aborted: bool = False) -> int:
-    with tracker.lock:
-        return tracker.held_bytes("inline", aborted)
+    states = ("aborted",) if aborted else ("running", "unsent")
+    return tracker.held.of("inline", *states)
 
 
 def test_fetched_rows_count_until_their_response_is_sent(

@@ -12,7 +12,6 @@ from vllm.v1.capture.frontend.inflight_limit import (
     KEEPING,
     RESULTS,
     InflightLimit,
-    Reservations,
     RowLimits,
 )
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
@@ -52,22 +51,20 @@ def test_rows_that_outputs_carry_before_the_last_count_as_well() -> None:
 
 
 def test_what_is_reserved_counts_until_the_request_is_in_flight() -> None:
-    reserved, first, second = Reservations(), plan("inline"), plan("inline")
-    reserved.put(first, {"inline": 3})
-    reserved.put(second, {"inline": 4, "other": 9})
-    assert reserved.bytes_for("inline") == 7
-    reserved.take(first)
-    reserved.take(first)
-    assert reserved.bytes_for("inline") == 4
-    assert reserved.bytes_for("other") == 9
-
-
-def test_a_request_that_fails_in_between_reserves_nothing() -> None:
-    reserved, gone = Reservations(), plan("inline")
-    reserved.put(gone, {"inline": 3})
-    del gone
+    requests: Any = RequestTracker(None, 1, None, None)  # type: ignore[arg-type]
+    room = InflightLimit(RowLimits(CONSUMERS, row_bytes=8), requests)
+    first, second = plan("inline"), plan("inline")
+    size = 6 * 2 * 8
+    for one in (first, second):
+        room.reserve(one, 4)
+    assert requests.held.of("inline", "reserved") == 2 * size
+    for _ in range(2):
+        assert room.take(first, 4) == {"inline": size}
+        assert requests.held.of("inline", "reserved") == size
+    # A request that fails in between reserves nothing.
+    del second, one
     gc.collect()
-    assert reserved.bytes_for("inline") == 0
+    assert requests.held.of("inline", "reserved") == 0
 
 
 def test_results_of_readouts_count_where_they_have_a_limit() -> None:

@@ -306,7 +306,7 @@ class CaptureFrontend(NoCapture):
             tracked.client_id = state.external_req_id
             tracked.samples[state.request_index].plan = plan if plan.keeping else None
             tracked.waits = any(capabilities[name].waits for name in named)
-            self._requests.hold(tracked, self._room.take(plan, params.max_tokens))
+            self._requests.hold(parent, self._room.take(plan, params.max_tokens))
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)
             state.residual.capture_id = parent

@@ -68,31 +68,6 @@ class RowLimits:
         return sizes
 
 
-class Reservations:
-    """Bytes of requests that were admitted but not yet started.
-
-    Prompts are processed on several threads, so other requests may be admitted between
-    the admission and the start of a request.
-    """
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, Mapping[str, int]] = {}
-
-    def put(self, plan: CapturePlan, sizes: Mapping[str, int]) -> None:
-        """Reserve until `take`, or until the plan is garbage-collected."""
-        self._sizes[id(plan)] = sizes
-        dropped = weakref.finalize(plan, self._sizes.pop, id(plan), None)
-        dropped.atexit = False
-
-    def take(self, plan: CapturePlan) -> None:
-        """End the reservation: the request has started and is tracked."""
-        self._sizes.pop(id(plan), None)
-
-    def bytes_for(self, instance: str) -> int:
-        """Bytes reserved for an instance."""
-        return sum(sizes.get(instance, 0) for sizes in list(self._sizes.values()))
-
-
 class InflightLimit:
     """Refuses a request whose rows would not fit with those of requests in flight."""
 
@@ -100,7 +75,6 @@ class InflightLimit:
         """Apply the limits of `held` to the tracked `requests`."""
         self._held = held
         self._requests = requests
-        self._reserved = Reservations()
 
     def reserve(
         self,
@@ -135,18 +109,19 @@ class InflightLimit:
         with self._requests.lock:
             for name, size in needed.items():
                 self._check(name, size, LIVE in plan.lanes)
-            self._reserved.put(plan, needed)
+            self._requests.held.put(id(plan), "reserved", needed)
+        dropped = weakref.finalize(plan, self._requests.held.drop, id(plan))
+        dropped.atexit = False
 
     def take(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
         """End the reservation of a request that starts; returns its bytes."""
-        self._reserved.take(plan)
+        self._requests.held.drop(id(plan))
         return self._held.bytes_of(plan, max_tokens)
 
     def _check(self, name: str, size: int, live: bool) -> None:
         limit = self._held.limits[name]
-        held = self._requests.held_bytes(name, aborted=False)
-        held += self._reserved.bytes_for(name)
-        left = self._requests.held_bytes(name, aborted=True)
+        held = self._requests.held.of(name, "reserved", "running", "unsent")
+        left = self._requests.held.of(name, "aborted")
         self._requests.forget_aborted(name, left + held + size - limit)
         if name == RESULTS and held + size > limit:
             raise NoRoomNowError(

@@ -10,7 +10,7 @@ from time import monotonic
 from vllm.logger import init_logger
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.tracking import HeldBytes, Sample, Tracked
-from vllm.v1.capture.frontend.unsent import UnsentRows
+from vllm.v1.capture.frontend.unsent import hold_until_sent
 from vllm.v1.capture.types import CaptureResult
 
 KEPT_RESULTS = 4096
@@ -52,8 +52,8 @@ class RequestTracker:
         self._stages = stages
         self._answered = answered
         self._forgotten = forgotten
-        self._unsent = UnsentRows()
-        self._held = HeldBytes()
+        self.held = HeldBytes()
+        """What requests may return, tracked ones by their parent id."""
         self._tracked: dict[str, Tracked] = {}
         self._owner: dict[str, Owner] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
@@ -76,7 +76,7 @@ class RequestTracker:
                 return None
             tracked = self._tracked[owner[0]]
             if aborted:
-                self._held.abort(tracked)
+                self.abandon(owner[0])
             sample = tracked.samples[owner[1]]
             sample.ended_at = monotonic()
             return sample
@@ -84,12 +84,15 @@ class RequestTracker:
     def abandon(self, parent: str) -> None:
         """Mark a request as aborted: its results will not be fetched."""
         with self.lock:
-            if parent in self._tracked:
-                self._held.abort(self._tracked[parent])
+            if (tracked := self._tracked.get(parent)) is not None:
+                tracked.aborted = True
+                self.held.put(parent, "aborted", tracked.held)
 
-    def hold(self, tracked: Tracked, sizes: Mapping[str, int]) -> None:
+    def hold(self, parent: str, sizes: Mapping[str, int]) -> None:
         """Count what a request may return, by instance; the caller holds `lock`."""
-        self._held.put(tracked, sizes)
+        tracked = self._tracked[parent]
+        tracked.held = sizes
+        self.held.put(parent, "aborted" if tracked.aborted else "running", sizes)
 
     def owner_of(self, request_id: str) -> Owner | None:
         """The parent and sample index of an internal request id."""
@@ -125,7 +128,7 @@ class RequestTracker:
                 return None
             if tracked.complete():
                 self._forget(parent)
-                self._unsent.hold(tracked.held)
+                hold_until_sent(self.held, tracked.held)
             return tracked.merged(request_id)
 
     def named(self, client_id: str) -> str | None:
@@ -165,19 +168,6 @@ class RequestTracker:
         with self.lock:
             return sum(not tracked.complete() for tracked in self._tracked.values())
 
-    def held_bytes(self, instance: str, aborted: bool) -> int:
-        """Bytes that requests may return; the caller holds `lock`.
-
-        Rows in unsent responses count with the requests that were not aborted.
-
-        Args:
-            instance: of the consumer.
-            aborted: whether to count aborted requests or the others.
-
-        """
-        held = self._held.of(instance, aborted)
-        return held if aborted else held + self._unsent.bytes_for(instance)
-
     def forget_aborted(self, instance: str, size: int) -> None:
         """Forget complete results of aborted requests until `size` bytes are free.
 
@@ -205,7 +195,7 @@ class RequestTracker:
         tracked = self._tracked.pop(parent, None)
         self._forgotten(parent)
         if tracked is not None:
-            self._held.drop(tracked)
+            self.held.drop(parent)
             for request_id in tracked.request_ids:
                 del self._owner[request_id]
 

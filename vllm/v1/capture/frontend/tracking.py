@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a captured request in the front end: its ends, and which results arrived."""
 
-from collections import Counter
-from collections.abc import Mapping
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,34 +106,35 @@ class Tracked:
 
 
 class HeldBytes:
-    """Bytes that tracked requests may return, as running sums.
+    """Bytes that requests may return, by instance, as running sums; thread-safe.
 
-    Every admission reads them, so they are not summed over all requests each time.
+    A request is `reserved` once it was admitted, then `running` or `aborted`, and then
+    its response is `unsent`. Prompts are processed on several threads, so others may be
+    admitted between its admission and its start. Every admission reads the sums, so
+    they are not computed over all requests each time.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-        """Sums by abort state and instance."""
+        self._states: dict[Hashable, tuple[str, Mapping[str, int]]] = {}
+        self._sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._lock = threading.RLock()  # A finalizer that drops may run anywhere.
 
-    def of(self, instance: str, aborted: bool) -> int:
-        """The sum over aborted requests, or over the others."""
-        return self._sums[aborted][instance]
+    def of(self, instance: str, *states: str) -> int:
+        """The sum over the requests in some states."""
+        return sum([self._sums[state][instance] for state in states])
 
-    def put(self, tracked: Tracked, sizes: Mapping[str, int]) -> None:
-        """Set the bytes that a request may return."""
-        self.drop(tracked)
-        tracked.held = sizes
-        self._sums[tracked.aborted].update(sizes)
+    def put(self, key: Hashable, state: str, sizes: Mapping[str, int]) -> None:
+        """Set the state and the bytes of a request, by any key of it."""
+        with self._lock:
+            self.drop(key)
+            self._states[key] = state, sizes
+            self._sums[state].update(sizes)
 
-    def abort(self, tracked: Tracked) -> None:
-        """Mark a request as aborted."""
-        self.drop(tracked)
-        tracked.aborted = True
-        self._sums[True].update(tracked.held)
-
-    def drop(self, tracked: Tracked) -> None:
-        """Remove a request."""
-        self._sums[tracked.aborted].subtract(tracked.held)
+    def drop(self, key: Hashable) -> None:
+        """Remove a request, if it is there."""
+        with self._lock:
+            state, sizes = self._states.pop(key, ("", {}))
+            self._sums[state].subtract(sizes)
 
 
 SETTLE_SECONDS = 2.0

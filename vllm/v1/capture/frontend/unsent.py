@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from vllm.v1.capture.frontend.tracking import HeldBytes
+
 
 class ResponseScope:
     """The time from the receipt of an HTTP request to the end of its response.
@@ -64,21 +66,11 @@ def when_response_ends(call: Callable[[], object]) -> bool:
     return scope is not None and scope.until_the_end(call)
 
 
-class UnsentRows:
-    """Bytes of rows in responses that were not sent yet."""
+def hold_until_sent(held: HeldBytes, sizes: Mapping[str, int]) -> None:
+    """Count bytes, by instance, until the current response has ended.
 
-    def __init__(self) -> None:
-        self._sizes: dict[object, Mapping[str, int]] = {}
-
-    def hold(self, sizes: Mapping[str, int]) -> None:
-        """Count bytes, by instance, until the current response has ended.
-
-        Outside of a response nothing is counted.
-        """
-        key = object()
-        if sizes and when_response_ends(lambda: self._sizes.pop(key, None)):
-            self._sizes[key] = sizes
-
-    def bytes_for(self, instance: str) -> int:
-        """Bytes held for an instance; may be called on any thread."""
-        return sum(sizes.get(instance, 0) for sizes in list(self._sizes.values()))
+    Outside of a response nothing is counted.
+    """
+    key = object()
+    if sizes and when_response_ends(lambda: held.drop(key)):
+        held.put(key, "unsent", sizes)

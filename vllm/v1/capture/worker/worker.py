@@ -406,8 +406,9 @@ class WorkerCapture:
     def _given_up(self, req_id: str, plan: CapturePlan) -> tuple[CaptureEnd, Answer]:
         """The end of a request that is still captured when the engine stops: failed."""
         error = "the engine stopped before the request had finished"
-        own = req_id, plan.reply_to, [], 0, "abort", list(plan.instances)
-        end = CaptureEnd(*own, error=error)
+        end = CaptureEnd(
+            req_id, plan.reply_to, [], 0, "abort", list(plan.instances), error=error
+        )
         return end, partial(self._answer, plan.reply_to, req_id, False)
 
     def _answer(
