@@ -4,7 +4,7 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from vllm.v1.residual.tap import Tap
 
@@ -58,23 +58,33 @@ class ModuleInfo:
         return said | ({"model": self.model} if self.model else {})
 
 
-class KnownModules:
-    """The modules of a server by name, in a front end; thread-safe."""
+T = TypeVar("T")
+
+
+class Named(Generic[T]):
+    """What has a name in a front end; thread-safe."""
+
+    def __init__(self, known: Mapping[str, T]) -> None:
+        self._known = dict(known)
+        self._lock = threading.RLock()
+
+    def all(self) -> dict[str, T]:
+        """A copy, sorted by name."""
+        with self._lock:
+            return dict(sorted(self._known.items()))
+
+    def put(self, name: str, one: T | None) -> None:
+        """Add or replace what has a name; None removes it, if it is there."""
+        with self._lock:
+            if one is None:
+                self._known.pop(name, None)
+            else:
+                self._known[name] = one
+
+
+class KnownModules(Named[ModuleInfo]):
+    """The probes, translators and SAEs of a server."""
 
     def __init__(self, described: Mapping[str, Any]) -> None:
         """Start with the modules of the server's configuration."""
-        self._lock = threading.Lock()
-        self._infos = {name: ModuleInfo(**info) for name, info in described.items()}
-
-    def all(self) -> dict[str, ModuleInfo]:
-        """A copy, sorted by name."""
-        with self._lock:
-            return dict(sorted(self._infos.items()))
-
-    def put(self, name: str, info: ModuleInfo | None) -> None:
-        """Add or replace a module; None removes it, if it is there."""
-        with self._lock:
-            if info is None:
-                self._infos.pop(name, None)
-            else:
-                self._infos[name] = info
+        super().__init__({name: ModuleInfo(**info) for name, info in described.items()})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named modules: sets of vectors that requests use by `steering_name`."""
 
-import threading
 from typing import Any, NamedTuple
 
 from vllm.v1.residual.bounds import listed, shown
+from vllm.v1.residual.module_info import Named
 from vllm.v1.steering.errors import (
     SteeringValidationError,
     UnknownModuleError,
@@ -40,12 +40,11 @@ def check_name(name: Any, most: int = MAX_NAME) -> None:
         )
 
 
-class SteeringModules:
+class SteeringModules(Named[Module]):
     """The named modules of this front end; safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, Module] = {}
-        self._lock = threading.Lock()
+        super().__init__({})
 
     def register(
         self,
@@ -62,7 +61,7 @@ class SteeringModules:
         """
         with self._lock:
             self.check_free(name, replace)
-            self._modules[name] = Module(tiers, provenance or Provenance())
+            self.put(name, Module(tiers, provenance or Provenance()))
 
     def unregister(self, name: Any) -> None:
         """Unregister a module; requests in flight keep the vectors that they have.
@@ -73,15 +72,7 @@ class SteeringModules:
         """
         with self._lock:
             self.check_known(name)
-            del self._modules[name]
-
-    def put(self, name: str, module: Module | None) -> None:
-        """Apply a change of a name that another process made; None removes the name."""
-        with self._lock:
-            if module is None:
-                self._modules.pop(name, None)
-            else:
-                self._modules[name] = module
+            del self._known[name]
 
     def check_free(self, name: Any, replace: bool) -> None:
         """Refuse an invalid name, and a name in use unless it may be replaced.
@@ -91,7 +82,7 @@ class SteeringModules:
 
         """
         check_name(name)
-        if name in self._modules and not replace:
+        if name in self._known and not replace:
             raise fail(
                 f"name: a steering module {name!r} exists; unregister it first, "
                 'or set "replace": true',
@@ -109,7 +100,7 @@ class SteeringModules:
         """
         if not isinstance(name, str):
             raise self._unknown(name, "name")
-        if name not in self._modules:
+        if name not in self._known:
             unknown = self._unknown(name, "name")
             raise UnknownModuleError(
                 unknown.args[0], parameter="name", value=unknown.value
@@ -122,20 +113,15 @@ class SteeringModules:
             SteeringValidationError: there is none of this name.
 
         """
-        module = self._modules.get(name) if isinstance(name, str) else None
+        module = self._known.get(name) if isinstance(name, str) else None
         if module is None:
             raise self._unknown(name, parameter)
         return module.tiers
 
-    def all(self) -> dict[str, Module]:
-        """All modules by name."""
-        with self._lock:
-            return dict(sorted(self._modules.items()))
-
     def _unknown(self, name: Any, parameter: str) -> SteeringValidationError:
         return fail(
             f"{parameter}: there is no steering module {shown(name)}; there are "
-            f"{listed(list(self._modules))}. Add one with --steering-modules NAME=PATH "
+            f"{listed(list(self._known))}. Add one with --steering-modules NAME=PATH "
             "or POST /v1/steering/modules/register",
             parameter,
             name,
