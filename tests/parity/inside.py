@@ -150,9 +150,7 @@ class Inside:
                 continue
             if set(name.split(".")) & set(ROUTERS) and _weight(module).shape[0] > 1:
                 self._watch_router(index, module)
-            elif isinstance(module, (nn.Linear, Conv1D)) and not any(
-                part in name for part in BESIDE
-            ):
+            elif _projects(name, module):
                 self._watch_last(module, (index, "mlp_act"))
 
     def _watch_router(self, index: int, module: Any) -> None:
@@ -194,6 +192,13 @@ def in_order_of_experts(rows: dict[Tap, torch.Tensor]) -> dict[Tap, torch.Tensor
             order = rows[places[0]].argsort(dim=-1)
             found |= {place: rows[place].gather(-1, order) for place in places}
     return found
+
+
+def _projects(name: str, module: nn.Module) -> bool:
+    """Whether a module may be the MLP's second projection: no expert's, and no gate."""
+    linear = isinstance(module, (nn.Linear, Conv1D))
+    beside = "experts" in name.split(".") or any(part in name for part in BESIDE)
+    return linear and not beside and _weight(module).shape[0] > 1
 
 
 def _weight(module: nn.Module) -> Any:

@@ -260,7 +260,8 @@ def why_missing(
             "attention's output is summed over ranks together with something else"
         )
     reasons["mlp_act"] = (
-        "routed experts have it inside of one kernel"
+        "routed experts have it inside of one kernel, and beside them no layer has "
+        "exactly one MLP of shared experts"
         if routed
         else "no layer has exactly one row-parallel projection outside of attention"
     )
@@ -398,30 +399,30 @@ def _of_core(
 def _of_mlp(layer: nn.Module) -> dict[str, InnerPoint]:
     """The points of a layer's MLP or experts."""
     routed: list[Any] = [one for one in layer.modules() if _is_routed(one)]
-    if routed:
-        return _of_experts(routed[0]) if len(routed) == 1 else {}
+    if len(routed) > 1 or any(_spreads_tokens(one.moe_config) for one in routed):
+        return {}  # Experts then compute other tokens than those of the step.
+    points = _of_experts(routed[0]) if routed else {}
     inside = {id(part) for part in layer.modules() if _holds_attention(part)}
+    # Beside routed experts it is the MLP of the shared ones. Mixers without attention,
+    # and what writes to several streams, have such projections too.
+    chooses = bool(routed) or _has_streams(layer)
     downs = [
-        (name, module)
+        module
         for name, child in layer.named_children()
-        if id(child) not in inside
+        if id(child) not in inside and (not chooses or _is_mlp(name, child))
         for module in child.modules()
         if isinstance(module, RowParallelLinear)
     ]
-    if _has_streams(layer):  # Other projections write to the streams as well.
-        downs = [(name, one) for name, one in downs if role_of(name) is Role.MLP]
-    if len(downs) != 1:
-        return {}
-    ((_, down),) = downs
-    ranks = down.tp_size if down.input_is_parallel else 1
-    return {"mlp_act": InnerPoint(down, PointShape(down.input_size), 0, ranks)}
+    if len(downs) == 1:
+        (down,) = downs
+        ranks = down.tp_size if down.input_is_parallel else 1
+        points["mlp_act"] = InnerPoint(down, PointShape(down.input_size), 0, ranks)
+    return points
 
 
 def _of_experts(runner: Any) -> dict[str, InnerPoint]:
     """The points of upstream's layer of routed experts."""
     config, router = runner.moe_config, runner.router
-    if _spreads_tokens(config):
-        return {}  # It computes other tokens than those of the step.
     shape = PointShape(config.num_logical_experts)
     points: dict[str, InnerPoint] = {}
     if (gate := getattr(runner, "gate", None)) is None:
@@ -444,6 +445,11 @@ def _of_experts(runner: Any) -> dict[str, InnerPoint]:
 def _spreads_tokens(config: Any) -> bool:
     """Whether ranks exchange tokens before experts are chosen."""
     return bool(config.dp_size > 1 or config.is_sequence_parallel)
+
+
+def _is_mlp(name: str, child: nn.Module) -> bool:
+    """Whether a layer's child is its MLP, by its name or as it has routed experts."""
+    return role_of(name) is Role.MLP or any(map(_is_routed, child.modules()))
 
 
 def _is_routed(module: nn.Module) -> bool:
