@@ -183,7 +183,7 @@ def test_rows_come_with_chunks_if_asked_to(server: Server) -> None:
             "above, below",
         ),
         ({"stop_when": [{"readout": "p", "above": 1}]}, "stop_when compares readouts"),
-        ({"readouts": {"p": PROBE}, "stop_when": {}}, "no readout None"),
+        ({"readouts": {"p": PROBE}, "stop_when": {}}, 'needs a "readout"'),
         ({"readouts": {"n": {"kind": "norm", "hooks": {"layers.1": [1]}}}}, "you mean"),
         ({"readouts": {"p": PROBE}, "stop_whem": []}, "stop_when"),
         ({"readouts": {"p": PROBE | {"layer": 9}}}, "readouts.p.layer: layer 9"),

@@ -115,7 +115,7 @@ def test_each_of_several_samples_keeps_its_own(
 @pytest.mark.parametrize(
     ("keep", "said"),
     [
-        ({"above": 1}, "no readout None"),
+        ({"above": 1}, 'needs a "readout", a name; the request has'),
         ({"readout": "other", "above": 1}, "no readout 'other'"),
         ({"readout": "size"}, "above, below or both"),
         ({"readout": "size", "above": 1, "index": 1}, "1 value"),

@@ -95,9 +95,11 @@ def parse_rule(
         raise fail(f"{where}: the keys of an entry are {sorted(known)}", where, raw)
     readout = readouts.get(str(raw.get("readout")))
     if readout is None:
+        said = 'an entry needs a "readout", a name; the request'
+        if "readout" in raw:
+            said = f"the request has no readout {raw['readout']!r}; it"
         raise fail(
-            f"{where}: the request has no readout {raw.get('readout')!r}; it has "
-            f"{sorted(readouts)}. Add it under readouts",
+            f"{where}: {said} has {sorted(readouts)}. Add it under readouts",
             f"{where}.readout",
             raw.get("readout"),
         )
