@@ -28,6 +28,7 @@ def configured(*arguments: str, **more: Any) -> CaptureConfig:
     chosen = parser.parse_args([*start, *arguments])
     model = SimpleNamespace(
         get_hidden_size=lambda: 2048,
+        is_encoder_decoder=False,
         get_total_num_hidden_layers=lambda: 16,
         dtype=torch.bfloat16,
     )

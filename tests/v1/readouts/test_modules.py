@@ -75,6 +75,7 @@ def model_config(width: int) -> Any:
         revision=None,
         hf_config=LlamaConfig(hidden_size=width, num_attention_heads=1),
         get_hidden_size=lambda: width,
+        is_encoder_decoder=False,
         get_total_num_hidden_layers=lambda: 3,
     )
 

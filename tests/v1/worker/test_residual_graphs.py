@@ -513,7 +513,9 @@ def test_an_engine_without_features_records_plain_graphs_whatever_was_before() -
         capture_config=CaptureConfig(),
         steering_config=SteeringConfig(),
         parallel_config=SimpleNamespace(nnodes=1, use_ray=False),
-        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 1),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False, get_total_num_hidden_layers=lambda: 1
+        ),
     )
     open_residual_stream(no_features, torch.nn.Module(), torch.device("cpu"))
     plain = {CUDAGraphMode.FULL: [FULL], CUDAGraphMode.PIECEWISE: [FULL]}

@@ -34,9 +34,9 @@ def num_layers(model_config: "ModelConfig") -> int:
 
     Of an encoder-decoder upstream's own count is the encoder's.
     """
-    text = model_config.hf_text_config
     if not model_config.is_encoder_decoder:
         return int(model_config.get_total_num_hidden_layers())
+    text = model_config.hf_text_config
     if hasattr(text, "transf_decoder"):  # Cohere's ASR models
         return int(text.transf_decoder["config_dict"]["num_layers"])
     return int(text.decoder_layers)

@@ -152,6 +152,7 @@ class Stage:
 def configuration(stages: int) -> Any:
     model = SimpleNamespace(
         dtype=torch.float32,
+        is_encoder_decoder=False,
         get_total_num_hidden_layers=lambda: LAYERS,
         get_hidden_size=lambda: HIDDEN,
         get_vocab_size=lambda: VOCABULARY,

@@ -27,6 +27,7 @@ def model(width: int = 4, layers: int = 3) -> Any:
         dtype=torch.float32,
         max_model_len=64,
         get_hidden_size=lambda: width,
+        is_encoder_decoder=False,
         get_total_num_hidden_layers=lambda: layers,
     )
 

@@ -69,6 +69,7 @@ def test_of_several_modules_a_wrong_one_is_named(
             get_hidden_size=lambda: 2,
             dtype=torch.float32,
             max_model_len=64,
+            is_encoder_decoder=False,
             get_total_num_hidden_layers=lambda: 1,
         ),
         parallel_config=ParallelConfig(),
