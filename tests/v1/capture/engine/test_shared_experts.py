@@ -79,7 +79,7 @@ width of the point in each layer."""
 class Pair:
     """An engine, and the library's model."""
 
-    def __init__(self, kind: str, folder: Any) -> None:
+    def __init__(self, kind: str, folder: Any, **options: Any) -> None:
         config, self.down, self.widths = KINDS[kind]
         model = save(config(), folder)
         self.library = transformers.AutoModelForCausalLM.from_pretrained(
@@ -88,7 +88,6 @@ class Pair:
         self.engine = CapturedEngine(
             model,
             skip_tokenizer_init=True,
-            enforce_eager=kind != "qwen2_moe",
             max_model_len=128,
             num_gpu_blocks_override=64,
             enable_prefix_caching=False,
@@ -96,6 +95,7 @@ class Pair:
             hook_points=["mlp_act"],
             max_logprobs=-1,
             logprobs_mode="raw_logits",
+            **{"enforce_eager": kind != "qwen2_moe", **options},
         )
 
     def ask(self, steering: Any = None) -> RequestOutput:

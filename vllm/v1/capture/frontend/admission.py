@@ -433,7 +433,8 @@ class Admission:
             raise fail(
                 f"capture: without chunked prefill the {rows} rows of this prompt "
                 f"must fit one step, which may capture {self._rows_per_step}; "
-                "enable chunked prefill or capture fewer positions",
+                "capture fewer positions, or start the server with a larger "
+                "--capture-staging-bytes or with chunked prefill",
                 "capture",
                 rows,
             )
