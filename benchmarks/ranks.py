@@ -10,11 +10,11 @@ Each side is an engine over the same GPUs, in a process with PYTHONPATH set to a
 computes the plain batch, also if it is upstream; alone, it is compared with itself, for
 models of which two do not fit. All take turns with a batch of 32 requests for each
 data-parallel engine, whose prompts have 256 tokens. What is compared is the median time
-between two tokens of a request, as the caller sees it, while all of them generate. (The
-time between steps says little where a step computes the requests of one of the batches
-that pipeline stages have in flight.) A figure is the ratio to the mean of the turns of
-the baseline directly before and after it; the first round warms up and is not counted.
-Rows are returned to the caller. Weights are random.
+of the steps that make a token of each request, as the caller sees it, while all of them
+generate; of data-parallel engines the time of the whole batch, with prompts and rows. A
+figure is the ratio to the mean of the turns of the baseline directly before and after
+it; the first round warms up and is not counted. Rows are returned to the caller.
+Weights are random.
 `--device cpu --model tiny --eager` runs without a GPU.
 """
 
@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,8 @@ TOKENS = 320
 """Tokens that each request generates."""
 AT_START, AT_END = 24, 8
 """Steps of a batch that are not timed: those with prompts and with ends."""
+SPAN = 16
+"""Consecutive steps that are timed together: those of several batches in flight."""
 VECTORS = 16
 """Distinct configurations of vectors in a batch."""
 
@@ -139,8 +140,13 @@ class Engine:
         self._engines = settings["data_parallel"]
         self._cases = fields_by_case(settings["model"])
         begin = time.perf_counter()
-        self._loop = asyncio.new_event_loop()
-        self._async = self._loop.run_until_complete(self._started(chosen))
+        if self._engines > 1:
+            self._loop = asyncio.new_event_loop()
+            self._async = self._loop.run_until_complete(self._started(chosen))
+        else:
+            from vllm import LLM
+
+            self._llm = LLM(**chosen)
         self.start_seconds = time.perf_counter() - begin
 
     async def _started(self, chosen: dict[str, Any]) -> Any:
@@ -151,42 +157,63 @@ class Engine:
         return AsyncLLM.from_engine_args(arguments)
 
     def seconds(self, case: str) -> float:
-        """The median time between two outputs of a request."""
-        return self._loop.run_until_complete(self._seconds(case))
-
-    async def _seconds(self, case: str) -> float:
+        """Seconds for a token of each request."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        common = {"max_tokens": TOKENS, "temperature": 0.0, "detokenize": False}
+        prompts: Any = [
+            {"prompt_token_ids": [(7 * i + 13 * j) % 31000 + 8 for j in range(PROMPT)]}
+            for i in range(REQUESTS * self._engines)
+        ]
+        params = [
+            SamplingParams(
+                max_tokens=TOKENS,
+                temperature=0.0,
+                detokenize=False,
+                ignore_eos=True,
+                # Otherwise rows are returned with each token too.
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **self._cases[case](number // self._engines),
+            )
+            for number in range(len(prompts))
+        ]
+        if self._engines > 1:
+            return self._loop.run_until_complete(self._answered(case, prompts, params))
+        engine = self._llm.llm_engine
+        step, times = engine.step, []
 
-        async def one(number: int) -> tuple[Any, list[float]]:
-            rank, times = number % self._engines, []
-            last = None
-            async for output in self._async.generate(
-                {
-                    "prompt_token_ids": [
-                        (7 * number + 13 * j) % 31000 + 8 for j in range(PROMPT)
-                    ]
-                },
-                SamplingParams(
-                    **common,
-                    ignore_eos=True,
-                    **self._cases[case](number // self._engines),
-                ),
+        def timed() -> Any:
+            outputs = step()
+            times.append(time.perf_counter())
+            return outputs
+
+        engine.step = timed
+        try:
+            self._check(case, self._llm.generate(prompts, params, use_tqdm=False))
+        finally:
+            del engine.step  # Its class has the method.
+        own = times[AT_START:-AT_END]
+        spans = [after - before for before, after in zip(own, own[SPAN:])]
+        # Each of several batches in flight has steps of its own.
+        return statistics.median(spans) / SPAN * len(times) / TOKENS
+
+    async def _answered(self, case: str, prompts: Any, params: Any) -> float:
+        """The same for data-parallel engines: of whole requests, with their prompts."""
+
+        async def one(number: int) -> Any:
+            outputs = self._async.generate(
+                prompts[number],
+                params[number],
                 f"{case} {time.monotonic_ns()} {number}",
-                data_parallel_rank=rank if self._engines > 1 else None,
-            ):
-                last = output
-                times.append(time.perf_counter())
-            return last, times
+                data_parallel_rank=number % self._engines,
+            )
+            return [output async for output in outputs][-1]
 
-        found = await asyncio.gather(*map(one, range(REQUESTS * self._engines)))
-        self._check(case, [output for output, _ in found])
-        return statistics.median(
-            after - before
-            for _, times in found
-            for before, after in pairwise(times[AT_START:-AT_END])
-        )
+        begin = time.perf_counter()
+        outputs = await asyncio.gather(*map(one, range(len(prompts))))
+        spent = time.perf_counter() - begin
+        self._check(case, outputs)
+        return spent / TOKENS
 
     def _check(self, case: str, outputs: list[Any]) -> None:
         """Nothing may be missing, or less work is timed."""
