@@ -104,7 +104,7 @@ def ids_of(bench, prompt: str) -> list[int]:
     return bench.model.tokenizer(prompt)["input_ids"]
 
 
-def run(reference, ids: list[int], layer: int | None = None, change=None, mlp=False):
+def run(reference, ids: list[int], layer: int | None = None, change=None, inside=""):
     """Logits `[tokens, vocabulary]` and layers' outputs; one may be changed."""
     found = []
 
@@ -113,9 +113,9 @@ def run(reference, ids: list[int], layer: int | None = None, change=None, mlp=Fa
 
     handles = []
     if layer is not None:
-        block = reference.model.layers[layer]
+        module = reference.model.layers[layer].get_submodule(inside)
         handles.append(
-            (block.mlp if mlp else block).register_forward_hook(
+            module.register_forward_hook(
                 lambda _module, _inputs, output: change(output)
             )
         )
@@ -214,9 +214,14 @@ def test_clean_rows_replace_corrupt_ones(bench, reference, positions) -> None:
     close(patching(bench.backend, bench.model, texts, patch=False), plain[-1:])
 
 
-def test_an_mlp_is_silenced(bench, reference) -> None:
-    logits, _ = run(reference, ids_of(bench, PROMPT), 1, torch.zeros_like, mlp=True)
-    ablation = bench.cells["ablation"]
+def test_a_sublayer_is_silenced(bench, reference) -> None:
+    ids, ablation = ids_of(bench, PROMPT), bench.cells["ablation"]
+    logits, _ = run(reference, ids, 1, torch.zeros_like, "mlp")
     close(ablation(bench.backend, bench.model, [PROMPT], layer=1), logits[-1:])
-    with pytest.raises(RuntimeError, match="no hook point"):
-        ablation(bench.backend, bench.model, [PROMPT], layer=1, target="attn")
+    logits, _ = run(
+        reference, ids, 1, lambda out: (torch.zeros_like(out[0]), out[1]), "self_attn"
+    )
+    found = ablation(bench.backend, bench.model, [PROMPT], layer=1, target="attn")
+    close(found, logits[-1:])
+    with pytest.raises(RuntimeError, match="are carried"):
+        ablation(bench.backend, bench.model, [PROMPT], layer=1, target="norm")

@@ -17,7 +17,7 @@ ENGINE = {
     "capture_consumers": ["inline"],
     "enable_readouts": True,
     "enable_steering": True,
-    "mlp_hook_points": True,
+    "hook_points": ["mlp_out", "attn_out"],
 }
 """What the cells need; nothing is switched off: graphs and compiled code stay."""
 

@@ -163,12 +163,12 @@ def activation_patching(
 def ablation(
     be: Any, model: Any, prompts: Any, *, layer: int = 6, target: str = "mlp"
 ) -> torch.Tensor:
-    """The MLP's output at a layer is zeros."""
+    """The output of a layer's MLP or attention is zeros."""
     if target == "none":
         return _logits(model, prompts[0])
-    if target != "mlp":
-        raise Unsupported(f"the output of {target} inside a layer is no hook point")
+    if target not in ("mlp", "attn"):
+        raise Unsupported(f"target={target!r}: mlp and attn are carried")
     zeros = torch.zeros(model.config.hidden_size)
     entry = {"op": "replace", "vector": zeros}
-    fields = {"mlp_out": {layer % model.n_layers: entry}}
+    fields = {f"{target}_out": {layer % model.n_layers: entry}}
     return _logits(model, prompts[0], prefill_steering_vectors=fields)
