@@ -51,7 +51,7 @@ class TappedLayers:
         return {
             layer: count
             for layer, module in self.blocks.items()
-            if (count := getattr(module, "hook_points_streams", 0))
+            if (count := int(getattr(module, "hook_points_streams", 0)))
         }
 
     @property

@@ -51,7 +51,8 @@ def feature_instruction(one: Operation, saes: SAEs) -> Instruction:
     flags = Flag.CARRIED
     if use.only_if_active:
         flags |= Flag.ONLY_ACTIVE
-    bias, threshold = _bias(use, sae), _threshold(use, sae)
+    bias: torch.Tensor | None = _bias(use, sae)
+    threshold = _threshold(use, sae)
     if sae.selection != "threshold":  # What is stored is selected, and has its bias.
         bias, threshold = None, torch.full_like(threshold, -math.inf)
     return replace(made, flags=flags, bias=bias, threshold=threshold)
