@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.frontend.streaming import LiveRequest, LiveRows
-from vllm.v1.capture.types import CaptureChunk, VllmInternalRequestId
+from vllm.v1.capture.groups import GroupChunk
+from vllm.v1.capture.types import VllmInternalRequestId
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader, TapGroup
 from vllm.v1.residual.spans import OPEN_END, Spans
 
 PROMPT = [50, 51, 52, 53]
-TAP = (2, "post_block")
+TAP, OTHER = (2, "post_block"), (5, "post_block")
 ALL: Spans = ((0, OPEN_END),)
 
 
@@ -26,17 +27,23 @@ def plan(ranges: Spans = ALL, samples: int = 1, live: bool = True) -> CapturePla
     return CapturePlan(
         client_request_id="r",
         num_prompt_tokens=len(PROMPT),
-        groups=(TapGroup((TAP,), ranges, readers),),
+        groups=(TapGroup((TAP, OTHER), ranges, readers),),
         reply_to="nowhere",
         num_samples=samples,
     )
 
 
-def chunk(start: int, stop: int) -> CaptureChunk:
+def chunk(start: int, stop: int, taps: tuple[Any, ...] = (TAP, OTHER)) -> GroupChunk:
+    """Rows with their position, and 100 more at each further tap."""
     positions = list(range(start, stop))
     rows = torch.tensor(positions, dtype=torch.float32)[:, None].repeat(1, 3)
-    key = (VllmInternalRequestId("r-1"), *TAP)
-    return CaptureChunk(key, rows, rows.dtype, start, 0, {"positions": positions})
+    whole = torch.stack([rows + 100 * i for i in range(len(taps))])
+    return group_chunk(taps, whole, positions)
+
+
+def group_chunk(taps: Any, rows: torch.Tensor, positions: list[int]) -> GroupChunk:
+    request_id = VllmInternalRequestId("r-1")
+    return GroupChunk(request_id, taps, rows, positions[0], 0, positions)
 
 
 def output(*token_ids: list[int]) -> Any:
@@ -85,6 +92,8 @@ def test_however_rows_and_tokens_come_in_each_row_is_shown_once_in_order(
         assert rows.token_ids.get(TAP, []) == [fed[p] for p in positions]
         if positions:
             assert rows[TAP][:, 0].tolist() == positions
+            assert rows[OTHER][:, 0].tolist() == [100 + p for p in positions]
+            assert rows.positions[OTHER] is rows.positions[TAP]
 
 
 def test_what_was_shown_does_not_change_when_more_comes() -> None:
@@ -103,7 +112,7 @@ def test_each_instance_gets_the_positions_that_it_reads() -> None:
     both = (Reader("a", ((0, 2),)), Reader("b", ((1, 3),)), Reader(LIVE, ((0, 3),)))
     made = CapturePlan("r", 4, (TapGroup((TAP,), ((0, 3),), both),), "nowhere")
     request = LiveRequest(made, PROMPT, RequestOutputKind.DELTA, ["a", "b"])
-    request.put(0, [chunk(0, 3)])
+    request.put(0, [chunk(0, 3, (TAP,))])
     results = request.show(output([7]))
     assert results["a"].payload.positions[TAP] == [0, 1]
     assert results["b"].payload.positions[TAP] == [1, 2]
@@ -170,7 +179,5 @@ def test_rows_of_some_heads_are_shown() -> None:
     own = CapturePlan("r", len(PROMPT), (group,), "nowhere")
     request = LiveRequest(own, PROMPT, RequestOutputKind.CUMULATIVE, ["inline"])
     rows = torch.randn(4, 3)
-    key = (VllmInternalRequestId("r-1"), *TAP)
-    positions = {"positions": [0, 1, 2, 3]}
-    request.put(0, [CaptureChunk(key, rows, rows.dtype, 0, 0, positions)])
+    request.put(0, [group_chunk((TAP,), rows[None], [0, 1, 2, 3])])
     assert torch.equal(rows_in(request, [7])[TAP], rows[:, [2, 0]])

@@ -33,6 +33,7 @@ from vllm.v1.capture.frontend.status import CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
 from vllm.v1.capture.frontend.tracking import Ends, EndsSender
 from vllm.v1.capture.frontend.unsent import when_response_ends
+from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.registry import build_consumer, check_folders
 from vllm.v1.capture.transport.addresses import host_for
 from vllm.v1.capture.transport.zmq_channel import (
@@ -42,7 +43,7 @@ from vllm.v1.capture.transport.zmq_channel import (
     Message,
     ResultMessage,
 )
-from vllm.v1.capture.types import CaptureChunk, CaptureResult
+from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.stats_reporter import PERIOD_SECONDS
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.metrics.stats import RequestStateStats
@@ -510,9 +511,9 @@ class CaptureFrontend(NoCapture):
             )
 
     def _show_live(self, message: ChunksMessage) -> None:
-        chunks: dict[str, list[CaptureChunk]] = {}
+        chunks: dict[str, list[GroupChunk]] = {}
         for part in message.chunks:
-            chunks.setdefault(part.request_id, []).extend(part.chunks())
+            chunks.setdefault(part.request_id, []).append(part)
         for request_id, rows in chunks.items():
             owner = self._requests.owner_of(request_id)
             if owner is not None:

@@ -8,16 +8,17 @@ output. Rows lost on the first way are therefore in the final output.
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.capabilities import ConsumerCapabilities
+from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.results import RowsByTap
-from vllm.v1.capture.types import CaptureChunk, CaptureResult, VllmInternalRequestId
+from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.spans import contains, only_last
@@ -27,28 +28,38 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
+Taps: TypeAlias = tuple[Tap, ...]
+"""Of a group; its rows are sent as one tensor."""
+
 
 class _Shown:
-    """The rows of one tap that outputs have carried, in a growing buffer."""
+    """The rows of one group of taps that outputs have carried, in a growing buffer."""
 
     def __init__(self) -> None:
         self.positions: list[int] = []
-        self._buffer = torch.empty(0, 0)
+        self.token_ids: list[int | None] = []
+        self._buffer = torch.empty(0, 0, 0)
 
-    def extend(self, positions: list[int], rows: torch.Tensor) -> None:
+    def extend(
+        self, positions: list[int], token_ids: list[int | None], rows: torch.Tensor
+    ) -> None:
         start, stop = len(self.positions), len(self.positions) + len(positions)
-        if stop > len(self._buffer):
+        if stop > self._buffer.shape[1]:
             # Doubling avoids a copy of all rows per token.
-            grown = rows.new_empty(max(2 * start, stop), rows.shape[1])
-            grown[:start] = self._buffer[:start] if start else grown[:0]
+            taps, _, width = rows.shape
+            grown = rows.new_empty(taps, max(2 * start, stop), width)
+            if start:
+                grown[:, :start] = self._buffer[:, :start]
             self._buffer = grown
-        self._buffer[start:stop] = rows
+        self._buffer[:, start:stop] = rows
+        # New lists, as earlier outputs have the others.
         self.positions = self.positions + positions
+        self.token_ids = self.token_ids + token_ids
 
     @property
     def rows(self) -> torch.Tensor:
-        """`[rows, hidden_size]`, a view; existing rows never change."""
-        return self._buffer[: len(self.positions)]
+        """`[taps, rows, hidden_size]`, a view; existing rows never change."""
+        return self._buffer[:, : len(self.positions)]
 
 
 @dataclass
@@ -56,27 +67,23 @@ class _Sample:
     """State of one sample: its tokens, and rows that no output has carried yet."""
 
     token_ids: list[int] = field(default_factory=list)
-    waiting: dict[Tap, list[CaptureChunk]] = field(default_factory=dict)
-    shown: dict[tuple[str, Tap], _Shown] = field(default_factory=dict)
+    waiting: dict[Taps, list[tuple[list[int], torch.Tensor]]] = field(
+        default_factory=dict
+    )
+    """By group: positions, and rows `[taps, rows, hidden_size]`."""
+    shown: dict[tuple[str, Taps], _Shown] = field(default_factory=dict)
 
-    def take(self, last: int) -> dict[Tap, list[tuple[list[int], torch.Tensor]]]:
+    def take(self, last: int) -> Iterator[tuple[Taps, list[int], torch.Tensor]]:
         """Remove and return the waiting rows up to the position `last`."""
-        taken: dict[Tap, list[tuple[list[int], torch.Tensor]]] = {}
-        for tap, chunks in self.waiting.items():
+        for taps, parts in self.waiting.items():
             rest = []
-            for chunk in chunks:
-                positions = chunk.metadata["positions"]
+            for positions, rows in parts:
                 cut = bisect_right(positions, last)
                 if cut:
-                    taken.setdefault(tap, []).append(
-                        (positions[:cut], chunk.tensor[:cut])
-                    )
+                    yield taps, positions[:cut], rows[:, :cut]
                 if cut < len(positions):
-                    chunk.tensor = chunk.tensor[cut:]
-                    chunk.metadata = {"positions": positions[cut:]}
-                    rest.append(chunk)
-            self.waiting[tap] = rest
-        return taken
+                    rest.append((positions[cut:], rows[:, cut:]))
+            self.waiting[taps] = rest
 
 
 class LiveRequest:
@@ -102,11 +109,12 @@ class LiveRequest:
                     taps = dict.fromkeys(reader.named(group.taps), reader)
                     self._wanted[reader.instance].update(taps)
 
-    def put(self, sample: int, chunks: Iterable[CaptureChunk]) -> None:
+    def put(self, sample: int, chunks: Iterable[GroupChunk]) -> None:
         """Add rows of a sample."""
         waiting = self._samples.setdefault(sample, _Sample()).waiting
         for chunk in chunks:
-            waiting.setdefault(chunk.key[1:], []).append(chunk)
+            part = chunk.positions, chunk.tensor
+            waiting.setdefault(tuple(chunk.taps), []).append(part)
 
     def show(self, output: "RequestOutput") -> dict[str, CaptureResult]:
         """The rows for an intermediate output: a pending result by instance."""
@@ -132,30 +140,33 @@ class LiveRequest:
         last = self._num_prompt_tokens + len(sample.token_ids) - 2
         if not self._cumulative:
             sample.shown.clear()
-        for tap, parts in sample.take(last).items():
+        for taps, positions, rows in sample.take(last):
             for name, wanted in self._wanted.items():
-                if tap not in wanted:
+                # The taps of a group have the same readers.
+                reader = wanted.get(taps[0])
+                if reader is None:
                     continue
-                reader = wanted[tap]
-                for positions, rows in parts:
-                    kept = [
-                        i for i, p in enumerate(positions) if contains(reader.ranges, p)
-                    ]
-                    if kept:
-                        part = rows[kept]
-                        if reader.heads:
-                            part = rows_of_heads(part, reader.heads, reader.head_size)
-                        shown = sample.shown.setdefault((name, tap), _Shown())
-                        shown.extend([positions[i] for i in kept], part)
+                kept = [
+                    i for i, p in enumerate(positions) if contains(reader.ranges, p)
+                ]
+                if not kept:
+                    continue
+                own, part = [positions[i] for i in kept], rows
+                if len(kept) < len(positions):
+                    part = rows[:, kept]
+                if reader.heads:
+                    part = rows_of_heads(part, reader.heads, reader.head_size)
+                shown = sample.shown.setdefault((name, taps), _Shown())
+                shown.extend(own, self._tokens_at(own, sample.token_ids), part)
         payloads = {name: RowsByTap() for name in self._wanted}
-        for (name, tap), shown in sample.shown.items():
+        for (name, taps), shown in sample.shown.items():
             facts = {
                 "positions": shown.positions,
-                "token_ids": self._tokens_at(shown.positions, sample.token_ids),
+                "token_ids": shown.token_ids,
                 "encoding": None,
-                "heads": list(self._wanted[name][tap].heads),
+                "heads": list(self._wanted[name][taps[0]].heads),
             }
-            payloads[name].put(tap, shown.rows, facts)
+            payloads[name].put_all(taps, shown.rows, facts)
         return payloads
 
     def _tokens_at(
@@ -204,7 +215,7 @@ class LiveRows:
                     plan, prompt_token_ids, params.output_kind, self.instances(params)
                 )
 
-    def put(self, request_id: str, sample: int, chunks: Iterable[CaptureChunk]) -> None:
+    def put(self, request_id: str, sample: int, chunks: Iterable[GroupChunk]) -> None:
         """Add rows of a request; those after its final output are discarded."""
         with self._lock:
             request = self._requests.get(request_id)
