@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.v1.capture.transport._worker import SPARE, WIDTH
-from vllm.v1.capture.transport import borrower, lender
+from vllm.v1.capture.transport import borrower, lender, zmq_channel
 from vllm.v1.capture.transport.zmq_channel import Inbox, Message, ResultMessage
 
 WAIT = 200.0
@@ -230,7 +230,11 @@ def test_rows_outlive_a_worker_that_is_killed() -> None:
     gc.collect()
 
 
-def test_rows_of_a_worker_that_has_ended_delay_no_others() -> None:
+def test_rows_of_a_worker_that_has_ended_delay_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(zmq_channel.logger, "error", lambda *text: logged.append(text))
     came: queue.Queue[Message] = queue.Queue()
     resume = Event()
 
@@ -241,9 +245,9 @@ def test_rows_of_a_worker_that_has_ended_delay_no_others() -> None:
     inbox = Inbox(handle)
     killed, other = start_worker(inbox.address), start_worker(inbox.address)
     assert killed.stdin is not None and other.stdin is not None
-    killed.stdin.write(f"{ROWS}\n{ROWS}\n")
+    killed.stdin.write(f"{ROWS}\n" * 4)
     killed.stdin.flush()
-    came.get(timeout=WAIT)  # The thread now waits, and another message in its queue.
+    came.get(timeout=WAIT)  # The thread now waits, and the others in its queue.
     sleep(1)
     killed.kill()
     killed.wait()
@@ -258,6 +262,8 @@ def test_rows_of_a_worker_that_has_ended_delay_no_others() -> None:
     assert isinstance(message, ResultMessage)
     check(message.result().payload)
     assert monotonic() - begin < borrower.ANNOUNCE_SECONDS / 2
+    sleep(0.5)
+    assert len(logged) == 1 and "has ended" in str(logged)
     other.kill()
     for stream in (killed.stdin, killed.stdout, other.stdin, other.stdout):
         assert stream is not None

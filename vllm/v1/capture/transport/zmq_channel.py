@@ -9,6 +9,7 @@ sends a message there.
 
 import threading
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, TypeAlias
 
 import msgspec
@@ -32,6 +33,9 @@ logger = init_logger(__name__)
 
 BOUND_MESSAGES = 4
 """High-water mark of a bounded connection, at each end."""
+
+QUIET_SECONDS = 10.0
+"""A lost message is logged if none was for this long before it."""
 
 SEND_SECONDS = 60.0
 """A blocked sender gives up after this time."""
@@ -261,6 +265,7 @@ class Inbox:
             Message, share_mem=False, oob_tensor_provider=self._borrower
         )
         decoder.pin_tensors = False  # The tensors stay on the host.
+        quiet_until = 0.0
         while not self._closing.is_set():
             if not self._wait():
                 self._idle()
@@ -268,6 +273,10 @@ class Inbox:
             try:
                 frames: Any = self._socket.recv_multipart(copy=False)
                 self.take(decoder.decode(frames))
+            except ConnectionError as error:
+                if monotonic() > quiet_until:  # Thousands may follow.
+                    logger.error("Captured rows were lost on their way: %s", error)
+                quiet_until = monotonic() + QUIET_SECONDS
             except Exception:
                 logger.exception("A message about captured rows cannot be decoded")
             finally:
