@@ -47,6 +47,7 @@ class WorkerAlone:
                 dtype=torch.bfloat16,
                 max_model_len=8192,
                 get_hidden_size=lambda: width,
+                is_encoder_decoder=False,
                 get_total_num_hidden_layers=lambda: layers,
             ),
             parallel_config=SimpleNamespace(

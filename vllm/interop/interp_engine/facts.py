@@ -15,6 +15,7 @@ from vllm.interop.interp_engine.types import (
     SamplingSettings,
     tap_of,
 )
+from vllm.v1.residual.sizes import num_layers
 
 
 class ModelFacts:
@@ -38,7 +39,7 @@ class ModelFacts:
     @property
     def n_layers(self) -> int:
         """Number of decoder layers."""
-        return int(self.config.model_config.get_total_num_hidden_layers())
+        return num_layers(self.config.model_config)
 
     @property
     def d_model(self) -> int:

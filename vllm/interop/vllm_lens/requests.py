@@ -11,6 +11,7 @@ from vllm.interop.vllm_lens.steering_vector import MOST_BYTES, SteeringVector
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.plain_data import parse_text
+from vllm.v1.residual.sizes import num_layers
 from vllm.v1.steering.errors import SteeringValidationError
 
 if TYPE_CHECKING:
@@ -53,13 +54,12 @@ def translate(params: "SamplingParams", config: "VllmConfig") -> None:
             "steering_vectors",
             parameter=f"extra_args.{given}",
         )
-    model = config.model_config
-    num_layers = model.get_total_num_hidden_layers()
+    total = num_layers(config.model_config)
     entries = _entries(args.get(VECTORS))
     _steer(params, entries)
-    layers = _layers(args.get(STREAM), num_layers)
+    layers = _layers(args.get(STREAM), total)
     if layers:
-        spec = _capture(layers, num_layers, entries.get(num_layers - 1, []))
+        spec = _capture(layers, total, entries.get(total - 1, []))
         params.capture = {**(params.capture or {}), INSTANCE: spec}
     if _is_uncached(args.get(UNCACHED)):
         params.skip_reading_prefix_cache = True
@@ -88,13 +88,13 @@ def _flag(value: Any) -> bool | None:
     return bool(value) if value is None or is_number else None
 
 
-def _layers(raw: Any, num_layers: int) -> list[int]:
+def _layers(raw: Any, total: int) -> list[int]:
     """The layers whose output is requested: all, a list, or either as JSON text."""
     where = f"extra_args.{STREAM}"
     if isinstance(raw, str):
         raw = _parsed(raw, where)
     if (wanted := _flag(raw)) is not None:
-        return list(range(num_layers)) if wanted else []
+        return list(range(total)) if wanted else []
     if not isinstance(raw, list) or not all(map(is_integer, raw)):
         raise CaptureValidationError(
             f"{where} must be true or a list of layers",
@@ -102,10 +102,10 @@ def _layers(raw: Any, num_layers: int) -> list[int]:
             value=repr(raw)[:120],
         )
     for layer in raw:
-        if not 0 <= layer < num_layers:
+        if not 0 <= layer < total:
             raise CaptureValidationError(
                 f"{where}: layer {layer} is outside of this model's layers 0 to "
-                f"{num_layers - 1}",
+                f"{total - 1}",
                 parameter=where,
                 value=layer,
             )
@@ -113,14 +113,14 @@ def _layers(raw: Any, num_layers: int) -> list[int]:
 
 
 def _capture(
-    layers: list[int], num_layers: int, last_entries: list[dict[str, Any]]
+    layers: list[int], total: int, last_entries: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Capture rows after each layer's own steering, as the input of the next layer.
 
     The last layer has no next one: its rows are captured before its steering, and the
     consumer applies it.
     """
-    last = num_layers - 1
+    last = total - 1
     hooks = {}
     if inner := [layer + 1 for layer in layers if layer != last]:
         hooks["pre_attn"] = inner
