@@ -435,7 +435,10 @@ def test_metrics_count_what_all_engines_have_captured_through_any_server(
     spec = {"hooks": {"post_block": [0, 1]}, "positions": "last_prompt"}
     read = {"p": {"kind": "lens", "layers": [3], "positions": [0], "top_k": 1}}
     names = ("vllm:capture_rows_total", "vllm:readout_rows_total")
-    before = [metric(both[0], name) for name in names]
+    before: list[float] = []
+    while (now := [metric(both[0], name) for name in names]) != before:
+        before = now
+        sleep(2.5)  # Workers report about once a second, also what ran before.
     clients = [servers.client(number % 2) for number in range(4)] * 5
 
     def capture(client: httpx.Client) -> None:
