@@ -540,30 +540,27 @@ RULES: Mapping[str, Rule] = {
             statement="return corrected_predictions",
         ),
     ),
-    **{
-        f"models/deepseek_v4/{device}/model:DeepseekV4DecoderLayer": _several_streams(
-            "hyper-connections: each sublayer reads a mix of the streams, and is "
-            "written to all of them",
-            "self.hc_mult",
-            Anchor(
-                point="streams_pre",
-                method="streams",
-                arguments=("x",),
-                statement="if not self.use_fused_mhc",
-            ),
-            Anchor(
-                point="streams_post",
-                method="streams",
-                arguments=("x",),
-                statement="return x, None, None, None",
-                within="_forward_unfused_post_pre",
-            ),
-            cases=({"self.use_fused_mhc": False},),
-            unless={"self.use_fused_mhc": _HYPER},
-            inline=("_forward_unfused_post_pre",),
-        )
-        for device in ("amd", "cpu")
-    },
+    "models/deepseek_v4/cpu/model:DeepseekV4DecoderLayer": _several_streams(
+        "hyper-connections: each sublayer reads a mix of the streams, and is "
+        "written to all of them",
+        "self.hc_mult",
+        Anchor(
+            point="streams_pre",
+            method="streams",
+            arguments=("x",),
+            statement="if not self.use_fused_mhc",
+        ),
+        Anchor(
+            point="streams_post",
+            method="streams",
+            arguments=("x",),
+            statement="return x, None, None, None",
+            within="_forward_unfused_post_pre",
+        ),
+        cases=({"self.use_fused_mhc": False},),
+        unless={"self.use_fused_mhc": _HYPER},
+        inline=("_forward_unfused_post_pre",),
+    ),
 }
 
 _DEFERRED = (
@@ -592,6 +589,7 @@ REFUSED: Mapping[str, str] = {
     "models/muse_spark/nvidia/model:MuseSpark1xDecoderLayer": _FUSED_BOUNDARY,
     "models/inkling/amd/model:InklingDecoderLayer": _DEFERRED,
     "models/inkling/nvidia/model:InklingDecoderLayer": _DEFERRED,
+    "models/deepseek_v4/amd/model:DeepseekV4DecoderLayer": _HYPER,
     "models/deepseek_v4/nvidia/model:DeepseekV4DecoderLayer": _HYPER,
     "models/deepseek_v4/xpu/model:DeepseekV4DecoderLayer": _HYPER,
     "models/deepseek_v41/amd/model:DeepseekV4DecoderLayer": _HYPER,
