@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fork.architectures.registry import LIBRARY, MULTIMODAL, TEXT
 from fork.architectures.reports import ArchitectureReport, LayerReport
 from fork.architectures.unproven import Results, stands_in, unexplained
+from fork.weave.several_streams import STREAMS
 
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 
@@ -45,7 +46,6 @@ or steer with it stops when it starts, and says why.
 
 
 _STREAM = ("pre_attn", "post_attn", "post_block")
-_SEVERAL = ("streams_pre", "streams_post")
 _INNER = {"attn_in", "z", "mlp_act", "router_logits", "final_norm"}
 
 
@@ -114,7 +114,7 @@ def _points(row: ArchitectureReport) -> str:
         return "its model's"
     counts = sorted({len(parts | set(layer.points)) for layer in whole})
     text = "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    several = any({*_SEVERAL} <= {*layer.points} for layer in whole)
+    several = any({*STREAMS} <= {*layer.points} for layer in whole)
     return f"{text}, streams" if several else text
 
 

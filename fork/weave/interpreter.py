@@ -12,9 +12,8 @@ from .events import NONE, Holding, NoTensor, Trace, Value
 from .expressions import NAME, Expressions, Raised, made
 from .layer_class import LayerClass, code
 from .rules import Rule
-from .stream import Role, Tensor, Term, Unprovable
+from .stream import HIDDEN_NAMES, Role, Tensor, Term, Unprovable
 
-HIDDEN_NAMES = ("hidden_states", "x", "decoder_hidden_states")
 RESIDUAL = "residual"
 MAX_PATHS = 4096
 _ASSUMED = {"self.tp_size > 1": True}

@@ -180,9 +180,12 @@ def _several_streams(reason: str, streams: str, *anchors: Anchor, **facts: Any) 
     )
 
 
-_HY_V4_STREAMS = _several_streams(
+_MIXED = (
     "hyper-connections: each sublayer reads a mix of the streams, and is written to "
-    "all of them",
+    "all of them"
+)
+_HY_V4_STREAMS = _several_streams(
+    _MIXED,
     "self.config.hc_mult",
     Anchor(
         point="streams_pre",
@@ -541,8 +544,7 @@ RULES: Mapping[str, Rule] = {
         ),
     ),
     "models/deepseek_v4/cpu/model:DeepseekV4DecoderLayer": _several_streams(
-        "hyper-connections: each sublayer reads a mix of the streams, and is "
-        "written to all of them",
+        _MIXED,
         "self.hc_mult",
         Anchor(
             point="streams_pre",

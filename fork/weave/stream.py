@@ -14,6 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+HIDDEN_NAMES = ("hidden_states", "x", "decoder_hidden_states")
+"""Names of the argument with which a layer is given the stream."""
+
 
 class Role(Enum):
     """The role of a call inside a layer, derived from the callee's name."""

@@ -131,6 +131,13 @@ def wrong(found: torch.Tensor, expected: torch.Tensor) -> str:
     )
 
 
+def logprobs_of(output: RequestOutput, words: int) -> torch.Tensor:
+    """Log-probabilities `[tokens, words]` of a request with `logprobs=-1`."""
+    rows = output.outputs[0].logprobs
+    assert rows is not None
+    return torch.tensor([[row[n].logprob for n in range(words)] for row in rows])
+
+
 def asking(
     positions: Any = "all", hooks: Any = None, max_tokens: int = 8, **options: Any
 ) -> SamplingParams:

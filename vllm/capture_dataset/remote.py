@@ -16,15 +16,13 @@ from vllm.capture_dataset.runners import (
     failed,
     nothing_kept,
 )
-from vllm.capture_dataset.spec import ModelFacts, RowsSpec
+from vllm.capture_dataset.spec import ITEM_SIZES, ModelFacts, RowsSpec
 from vllm.capture_dataset.table import Captured
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.residual.selectors import parse_positions
 
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of rows."""
 INTEGERS = ("token_ids", "features", "keys")
 """Arrays of readouts that are int32 in an engine."""
 MALFORMED = (
@@ -105,7 +103,7 @@ class Server:
         layer, names = next(iter(points.items()))
         spec = {"hooks": {names[0]: [layer]}, "positions": "last_prompt"}
         (row,) = self._complete([0], spec, 1).rows.values()  # For its width and dtype.
-        if row.dtype not in DTYPES or row.stored.ndim != 2 or not row.stored.size:
+        if row.dtype not in ITEM_SIZES or row.stored.ndim != 2 or not row.stored.size:
             raise ValueError(f"rows have {row.stored.shape} of dtype {row.dtype!r}")
         return ModelFacts(
             name=self._client.model,

@@ -18,8 +18,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from fork.weave.interpreter import HIDDEN_NAMES
-from fork.weave.stream import Role, role_of
+from fork.weave.stream import HIDDEN_NAMES, Role, role_of
 
 TOKENS, SHARE = 2, 1
 """Number of rows of a tensor, and of a rank's share."""

@@ -23,6 +23,10 @@ from vllm.entrypoints.cli.types import CLISubcommand
 
 EPILOG = """Options of the engine, such as --dtype or --readout-modules:
 vllm {words} --help=all lists them, vllm {words} --help=NAME explains one."""
+OURS = "v1/residual/frontend/options.py"
+"""The source with the options of the features."""
+SERVER = ("entrypoints/launchers/cli_args.py",)
+"""The source with the other options of `vllm serve`."""
 
 
 class Action(NamedTuple):
@@ -286,12 +290,6 @@ def check_serve(words: list[str]) -> None:
     for word in parser.parse_known_args(words)[1]:
         if word.startswith("--") and (meant := misspelt(word, SERVER)) in ours:
             parser.error(f"unrecognized argument: {word}; did you mean {meant}?")
-
-
-OURS = "v1/residual/frontend/options.py"
-"""The source with the options of the features."""
-SERVER = ("entrypoints/launchers/cli_args.py",)
-"""The source with the other options of `vllm serve`."""
 
 
 def misspelt(word: str, more: Sequence[str] = ()) -> str | None:

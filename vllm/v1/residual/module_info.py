@@ -73,6 +73,10 @@ class Named(Generic[T]):
         with self._lock:
             return dict(sorted(self._known.items()))
 
+    def find(self, name: str) -> T | None:
+        """What has this name, if anything has."""
+        return self._known.get(name)
+
     def put(self, name: str, one: T | None) -> None:
         """Add or replace what has a name; None removes it, if it is there."""
         with self._lock:

@@ -32,7 +32,8 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.model_executor.residual_weave.stream import Role, role_of
+from vllm.model_executor.layers.residual.tap import num_streams
+from vllm.model_executor.residual_weave.stream import HIDDEN_NAMES, Role, role_of
 from vllm.v1.readouts.worker.head_parts import Projected, norms_of
 from vllm.v1.residual.point_shapes import PointShape
 from vllm.v1.residual.tap import HOOK_NAMES, OPTIONAL_POINTS, STREAMS_POINTS, Tap
@@ -192,7 +193,7 @@ def find_inner_points(
         for tap, point in found.items()
         if users[id(point.module), tap[1]] == 1
     }
-    if "embed" in names and 0 in layers and not _has_streams(layers[0]):
+    if "embed" in names and 0 in layers and not num_streams(layers[0]):
         entry = _parameter_of_stream(layers[0])
         if entry is not None:
             found[0, "embed"] = InnerPoint(layers[0], PointShape(hidden_size), entry)
@@ -283,7 +284,7 @@ def why_missing(
         for one in own
         for name, why in _why_not_in(one, tensor_parallel).items()
     }
-    if any(_has_streams(layer) for layer in layers.values()):
+    if any(num_streams(layer) for layer in layers.values()):
         whole = (
             "its residual is several streams; streams_pre and streams_post are all of "
             "them as they enter and leave a block, `heads` some of them"
@@ -317,18 +318,10 @@ def _why_no_router(routed: Sequence[Any]) -> str:
     )
 
 
-def _has_streams(layer: nn.Module) -> bool:
-    """Whether the residual of a layer is several streams."""
-    return bool(getattr(layer, "hook_points_streams", 0))
-
-
-_STREAM = ("hidden_states", "x", "decoder_hidden_states")
-
-
 def _parameter_of_stream(layer: nn.Module) -> str | None:
     """The argument with which a layer is given the stream."""
     parameters = inspect.signature(layer.forward).parameters
-    return next((name for name in _STREAM if name in parameters), None)
+    return next((name for name in HIDDEN_NAMES if name in parameters), None)
 
 
 def _of_attention(
@@ -405,7 +398,7 @@ def _of_mlp(layer: nn.Module) -> dict[str, InnerPoint]:
     inside = {id(part) for part in layer.modules() if _holds_attention(part)}
     # Beside routed experts it is the MLP of the shared ones. Mixers without attention,
     # and what writes to several streams, have such projections too.
-    chooses = bool(routed) or _has_streams(layer)
+    chooses = bool(routed) or num_streams(layer) > 0
     downs = [
         module
         for name, child in layer.named_children()

@@ -51,7 +51,7 @@ class TappedLayers:
         return {
             layer: count
             for layer, module in self.blocks.items()
-            if (count := int(getattr(module, "hook_points_streams", 0)))
+            if (count := tap.num_streams(module))
         }
 
     @property

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tests.support import audio
+from tests.support.captured import logprobs_of
 from tests.support.hf_reference import relative_error
 from tests.support.models import randomise
 from vllm import LLM, RequestOutput, SamplingParams
@@ -70,12 +71,6 @@ class Pair:
             return self.library(
                 **inputs, output_attentions=True, output_hidden_states=True
             )
-
-
-def logits_of(output: RequestOutput) -> torch.Tensor:
-    rows = output.outputs[0].logprobs
-    assert rows is not None
-    return torch.tensor([[row[n].logprob for n in range(WORDS)] for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +131,7 @@ def test_a_head_of_the_self_attention_is_left_out(pair: Pair) -> None:
     hook.remove()
     effect = (expected - plain).norm()
     assert effect > 1e-2 * plain.norm()
-    assert (logits_of(output) - expected).norm() < 1e-3 * effect
+    assert (logprobs_of(output, WORDS) - expected).norm() < 1e-3 * effect
 
 
 def test_layers_are_the_decoder_s(pair: Pair) -> None:

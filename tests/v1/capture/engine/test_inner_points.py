@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.support.captured import CapturedEngine
+from tests.support.captured import CapturedEngine, logprobs_of
 from tests.support.hf_reference import relative_error
 from tests.support.inner_reference import InnerReference
 from tests.support.models import save
@@ -151,9 +151,7 @@ class Pair:
         }
 
     def logits(self, output: RequestOutput) -> torch.Tensor:
-        rows = output.outputs[0].logprobs
-        assert rows is not None
-        return torch.tensor([[row[n].logprob for n in range(WORDS)] for row in rows])
+        return logprobs_of(output, WORDS)
 
     def check_changed(
         self,

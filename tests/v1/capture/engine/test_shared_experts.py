@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.captured import CapturedEngine
+from tests.support.captured import CapturedEngine, logprobs_of
 from tests.support.hf_reference import relative_error
 from tests.support.models import save
 from vllm import RequestOutput, SamplingParams
@@ -157,11 +157,8 @@ def test_additions_enter_the_projection(pair: Pair, layer: int) -> None:
     generator = torch.Generator().manual_seed(3)
     vector = torch.randn(pair.widths[layer], generator=generator) * 5
     output = pair.ask({"mlp_act": {layer: vector.numpy()}})
-    rows = output.outputs[0].logprobs
-    assert rows is not None
-    logits = torch.tensor([[row[n].logprob for n in range(WORDS)] for row in rows])
     _, plain = pair.run(output, layer)
     _, expected = pair.run(output, layer, vector)
     effect = (expected - plain).norm()
     assert effect > 1e-3 * plain.norm()
-    assert (logits - expected).norm() < 2e-3 * effect
+    assert (logprobs_of(output, WORDS) - expected).norm() < 2e-3 * effect

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.captured import CapturedEngine
+from tests.support.captured import CapturedEngine, logprobs_of
 from tests.support.models import save
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.capture.consumers.filesystem.reader import read_request
@@ -86,9 +86,7 @@ class Engine:
 
 
 def logits(output: RequestOutput) -> torch.Tensor:
-    rows = output.outputs[0].logprobs
-    assert rows is not None
-    return torch.tensor([[row[n].logprob for n in range(WORDS)] for row in rows])
+    return logprobs_of(output, WORDS)
 
 
 @pytest.fixture(scope="module")

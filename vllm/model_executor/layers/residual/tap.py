@@ -55,6 +55,11 @@ def tapped(
     return record
 
 
+def num_streams(layer: nn.Module) -> int:
+    """The number of streams of `layer`'s residual; 0 if it is one stream."""
+    return int(getattr(layer, "hook_points_streams", 0))
+
+
 def hook_points(layer: nn.Module) -> tuple[str, ...]:
     """The hook points of `layer`; empty if its `forward` is not the woven one.
 

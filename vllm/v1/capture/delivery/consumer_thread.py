@@ -27,6 +27,13 @@ from vllm.v1.capture.types import (
     CaptureResult,
 )
 
+__all__ = ["Ending", "SinkLane"]
+
+logger = init_logger(__name__)
+
+STALL_SECONDS = 90.0
+"""Seconds that one call of a sink may take before its requests fail."""
+
 
 class DroppedRows:
     """The dropped positions of each key, until its request ends.
@@ -94,14 +101,6 @@ def _without(sidecar: dict[str, Any], dropped: set[int], note: str) -> dict[str,
         "dropped_rows": len(sidecar["positions"]) - len(kept),
         "capture_note": note if earlier is None else f"{earlier}; {note}",
     }
-
-
-__all__ = ["Ending", "SinkLane"]
-
-logger = init_logger(__name__)
-
-STALL_SECONDS = 90.0
-"""Seconds that one call of a sink may take before its requests fail."""
 
 
 class SinkLane:

@@ -31,6 +31,11 @@ from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END, Spans, contains, only_last, overlap
 from vllm.v1.residual.tap import AFTER
 
+LAYER_CONVENTION = "0-based block index"
+
+Answer: TypeAlias = Callable[[str, CaptureResult], None]
+"""`answer(instance, result)`: sends a result of a request to its front end."""
+
 
 def chunks_of(
     key: CaptureKey, rows: ReadoutRows, positions: list[int]
@@ -70,13 +75,6 @@ def nothing_of(readout: Readout) -> ReadoutRows:
         shape=(0,),
         data=b"",
     )
-
-
-LAYER_CONVENTION = "0-based block index"
-
-
-Answer: TypeAlias = Callable[[str, CaptureResult], None]
-"""`answer(instance, result)`: sends a result of a request to its front end."""
 
 
 def never_started(end: CaptureEnd, answer: Answer) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.residual.tap import num_streams
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.readouts.worker.top_tokens import MOST, top_tokens
@@ -129,7 +130,7 @@ class Head:
         norms = [] if owner is None else _norms(owner)
         if not callable(getattr(model, "compute_logits", None)):
             self.refusal = "the model's head returns no logits"
-        elif getattr(last_layer, "hook_points_streams", 0):
+        elif num_streams(last_layer):
             self.refusal = (
                 "the residual is several streams, which the model joins before its "
                 "final norm; capture streams_post"
