@@ -184,7 +184,7 @@ def check_model(info: ModuleInfo, identity: ModelIdentity) -> None:
         return
     here = identity.weights if info.weights else ""
     if info.weights and here:
-        is_same = identity.has_weights(info.weights)
+        is_same = info.weights == here
     else:
         is_same = identity.is_named(info.model)
     if not is_same:

@@ -31,7 +31,6 @@ class ModelIdentity:
         hf_config: Any,
         aliases: Sequence[str] = (),
         digest: Callable[[], str] = str,
-        older_digest: Callable[[], str] = str,
     ) -> None:
         """Describe a model.
 
@@ -41,7 +40,6 @@ class ModelIdentity:
             aliases: other names of the model, such as served names.
             digest: returns the digest of its weights, empty if it is unknown; called
                 once.
-            older_digest: returns the digest that earlier releases recorded.
 
         """
         self.name = name
@@ -50,7 +48,6 @@ class ModelIdentity:
         """What messages call it: its served name. Responses hide paths of folders."""
         self._aliases = {name, Path(name).name, *aliases}
         self._digest = digest
-        self._older_digest = older_digest
         text = hf_config.get_text_config()
         self.architecture: str = next(iter(hf_config.architectures or ()), "")
         self.model_type: str = hf_config.model_type
@@ -65,10 +62,6 @@ class ModelIdentity:
     def weights(self) -> str:
         """The digest of the weights; empty if it is unknown."""
         return self._digest()
-
-    def has_weights(self, digest: str) -> bool:
-        """Whether a recorded digest, in its present or older form, is the weights'."""
-        return digest == self.weights or digest == self._older_digest()
 
     def is_named(self, name: str) -> bool:
         """Whether a name, or the last part of a path, is one of the model's names."""
@@ -89,7 +82,6 @@ def identity_of_config(model: "ModelConfig") -> ModelIdentity:
         model.hf_config,
         aliases,
         lambda: digest_of_weights(model.model, model.revision),
-        lambda: older_digest_of_weights(model.model, model.revision),
     )
 
 
@@ -103,12 +95,7 @@ def identity_of_path(name: str) -> ModelIdentity:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name)
-    return ModelIdentity(
-        name,
-        config,
-        digest=lambda: digest_of_weights(name),
-        older_digest=lambda: older_digest_of_weights(name),
-    )
+    return ModelIdentity(name, config, digest=lambda: digest_of_weights(name))
 
 
 def digest_of_weights(model: str, revision: str | None = None) -> str:
@@ -141,23 +128,6 @@ def digest_of_weights(model: str, revision: str | None = None) -> str:
         for descriptor in opened.values():
             os.close(descriptor)
     return digest.hexdigest()
-
-
-def older_digest_of_weights(model: str, revision: str | None = None) -> str:
-    """The digest of earlier releases, which read only the ends and the middle of files.
-
-    It does not tell a model from a copy in which only few layers were changed.
-    """
-    digest = hashlib.sha256()
-    files = _weight_files(model, revision)
-    for file in files:
-        size, block = file.stat().st_size, 1 << 16
-        digest.update(size.to_bytes(8, "little"))
-        with file.open("rb") as opened:
-            for start in (0, size // 2, max(size - block, 0)):
-                opened.seek(start)
-                digest.update(opened.read(block))
-    return digest.hexdigest() if files else ""
 
 
 class _Tensor(NamedTuple):

@@ -55,11 +55,7 @@ def merged(old: SteeringTiers, change: SteeringTiers, replace: bool) -> Steering
     """
     if replace:
         return change
-    return SteeringTiers(
-        _tier(old.base, change.base),
-        _tier(old.prefill, change.prefill),
-        _tier(old.decode, change.decode),
-    )
+    return old.joined(change, _tier)
 
 
 def _tier(

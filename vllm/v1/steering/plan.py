@@ -7,9 +7,10 @@ imports it.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import chain
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -133,9 +134,30 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @property
     def taps(self) -> frozenset[Tap]:
         """The `(layer, hook)` at which the stream is changed."""
-        parts = [part for part in self.parts if part is not None]
-        added = (tap for part in parts for tap in part.taps)
-        return frozenset(added).union(one.tap for p in parts for one in p.operations)
+        added = (part.taps for part in self.parts if part is not None)
+        return frozenset(chain(*added)).union(one.tap for one in self.operations)
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """The operations of all tiers."""
+        return operations_of(*self.parts)
+
+    def changed(
+        self, change: Callable[[PackedVectors], PackedVectors | None]
+    ) -> "SteeringTiers":
+        """The configuration with a change made to each tier that it has."""
+        parts = (None if part is None else change(part) for part in self.parts)
+        return SteeringTiers(*parts, receipt=self.receipt)
+
+    def joined(
+        self,
+        other: "SteeringTiers",
+        join: Callable[
+            [PackedVectors | None, PackedVectors | None], PackedVectors | None
+        ],
+    ) -> "SteeringTiers":
+        """Each tier joined with the other configuration's."""
+        return SteeringTiers(*map(join, self.parts, other.parts))
 
     @cached_property
     def prefill_digest(self) -> str:
@@ -157,35 +179,32 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def prefill_operations(self) -> tuple[Operation, ...]:
         """The operations on prompt tokens."""
-        return _operations(self.base) + _operations(self.prefill)
+        return operations_of(self.base, self.prefill)
 
     @cached_property
     def decode_operations(self) -> tuple[Operation, ...]:
         """The operations on generated tokens."""
-        return _operations(self.base) + _operations(self.decode)
+        return operations_of(self.base, self.decode)
 
     @cached_property
     def bank_bytes(self) -> int:
         """Bytes of the operations' vectors on a device that holds all layers."""
-        parts = (part.operations for part in self.parts if part is not None)
-        return sum(one.num_bytes for operations in parts for one in operations)
+        return sum(one.num_bytes for one in self.operations)
 
     @cached_property
     def groups(self) -> tuple[tuple["Group", ...], ...]:
         """The operations of each tier, grouped by equal positions."""
-        return tuple(tuple(_groups(_operations(part))) for part in self.parts)
+        return tuple(tuple(_groups(operations_of(part))) for part in self.parts)
 
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:
         """The distinct conditions of all operations, in their order."""
-        operations = (one for part in self.parts for one in _operations(part))
-        return distinct(one.details.when for one in operations)
+        return distinct(one.details.when for one in self.operations)
 
     @cached_property
     def carried(self) -> tuple[str, ...]:
         """The digests of operations with transcoders' activations, in their order."""
-        operations = (one for part in self.parts for one in _operations(part))
-        carried = (one.digest for one in operations if _carries(one))
+        carried = (one.digest for one in self.operations if _carries(one))
         return tuple(dict.fromkeys(carried))
 
     def __bool__(self) -> bool:
@@ -224,8 +243,9 @@ def _groups(operations: Sequence[Operation]) -> Iterator[Group]:
         yield Group(parts[0], alike[0], by_position)
 
 
-def _operations(packed: PackedVectors | None) -> tuple[Operation, ...]:
-    return () if packed is None else packed.operations
+def operations_of(*parts: PackedVectors | None) -> tuple[Operation, ...]:
+    """The operations of some tiers, in their order."""
+    return tuple([one for part in parts if part for one in part.operations])
 
 
 NO_STEERING = SteeringTiers()

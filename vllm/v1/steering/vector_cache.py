@@ -8,7 +8,7 @@ sent as their digest.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +82,8 @@ class SentVectors:
             return request
         return _with_tiers(
             request,
-            _each(
-                tiers,
-                lambda p: structs.replace(p, data=NO_DATA) if p in passed else p,
+            tiers.changed(
+                lambda p: structs.replace(p, data=NO_DATA) if p in passed else p
             ),
         )
 
@@ -116,8 +115,8 @@ class ReceivedVectors:
         if tiers is None:
             return
         passed = self._passed[request.client_index]
-        tiers = _each(
-            tiers, lambda p: passed.find(p) if p.taps and not p.data.nbytes else p
+        tiers = tiers.changed(
+            lambda p: passed.find(p) if p.taps and not p.data.nbytes else p
         )
         passed.note(list(_parts(tiers)))
         assert request.sampling_params is not None
@@ -131,13 +130,6 @@ def _tiers(request: Any) -> SteeringTiers | None:
 
 def _parts(tiers: SteeringTiers) -> Iterator[PackedVectors]:
     return (packed for packed in tiers.parts if packed is not None)
-
-
-def _each(
-    tiers: SteeringTiers, change: Callable[[PackedVectors], PackedVectors]
-) -> SteeringTiers:
-    base, prefill, decode = (None if p is None else change(p) for p in tiers.parts)
-    return SteeringTiers(base, prefill, decode, tiers.receipt)
 
 
 def _with_tiers(request: "EngineCoreRequest", tiers: SteeringTiers) -> Any:

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from vllm.v1.steering.core.generated_blocks import keys_of
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, digest_of, tiers_of
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, tiers_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,8 +30,6 @@ class EngineSteering:
     """
 
     tiers: SteeringTiers = NO_STEERING
-    prefill_digest: str = ""
-    decode_digest: str = ""
     dynamic: bool = False
     """Whether consumers may change what steers generated tokens."""
     told: bool = False
@@ -52,8 +50,6 @@ class EngineSteering:
         """Set the global vectors that steer the blocks hashed from now on."""
         cls.changes += 1
         cls.tiers = tiers
-        cls.prefill_digest = digest_of(tiers.base, tiers.prefill)
-        cls.decode_digest = digest_of(tiers.base, tiers.decode)
 
 
 def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...]]:
@@ -69,9 +65,9 @@ def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...
         own_keys += keys_of(request, start, stop)
     if tiers is None and not EngineSteering.tiers:
         return own_keys
-    own = NO_STEERING if tiers is None else tiers
-    prefill = _joined(EngineSteering.prefill_digest, own.prefill_digest)
-    decode = _joined(EngineSteering.decode_digest, own.decode_digest)
+    shared, own = EngineSteering.tiers, NO_STEERING if tiers is None else tiers
+    prefill = _joined(shared.prefill_digest, own.prefill_digest)
+    decode = _joined(shared.decode_digest, own.decode_digest)
     keys: list[tuple[str, ...]] = own_keys
     if stop <= boundary or prefill == decode:
         keys += [("steering", prefill)] if prefill else []
@@ -79,7 +75,7 @@ def extra_keys(request: "Request", start: int, stop: int) -> list[tuple[str, ...
         keys += [("steering", decode)] if decode else []
     else:
         keys.append(("steering", prefill, str(boundary - start), decode))
-    for where in (EngineSteering.tiers, own):
+    for where in (shared, own):
         keys += _operation_keys(where, boundary, start, stop)
     return keys
 
@@ -155,13 +151,10 @@ def continue_session(request: "Request") -> None:
     steered as generated tokens that are now part of the prompt. No other request may
     share the blocks after them.
     """
-    engine = EngineSteering
-    if engine.prefill_digest != engine.decode_digest or _by_phase(engine.tiers):
+    tiers = EngineSteering.tiers
+    by_phase = tiers.prefill_operations or tiers.decode_operations
+    if by_phase or tiers.prefill_digest != tiers.decode_digest:
         request.steering_salt = f"session:{request.request_id}"  # type: ignore[attr-defined]
-
-
-def _by_phase(tiers: SteeringTiers) -> bool:
-    return bool(tiers.prefill_operations or tiers.decode_operations)
 
 
 def forget(request: "Request") -> None:

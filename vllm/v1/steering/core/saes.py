@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 def features_of(tiers: SteeringTiers) -> Iterator[FeatureUse]:
     """The feature operations of a configuration."""
-    for part in tiers.parts:
-        for one in () if part is None else part.operations:
-            if one.details.feature is not None:
-                yield one.details.feature
+    for one in tiers.operations:
+        if one.details.feature is not None:
+            yield one.details.feature
 
 
 def uses_of(core: "EngineCore", name: str) -> str:

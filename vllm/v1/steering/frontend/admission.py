@@ -371,11 +371,7 @@ def packed(
 
 
 def _add(one: SteeringTiers, other: SteeringTiers) -> SteeringTiers:
-    return SteeringTiers(
-        _sum(one.base, other.base),
-        _sum(one.prefill, other.prefill),
-        _sum(one.decode, other.decode),
-    )
+    return one.joined(other, _sum)
 
 
 def _sum(

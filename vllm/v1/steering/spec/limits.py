@@ -14,7 +14,7 @@ from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MAX_CARRIED
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import SteeringTiers, total
+from vllm.v1.steering.plan import SteeringTiers, operations_of, total
 from vllm.v1.steering.spec.parse import Parsed, SteeredModel
 
 
@@ -46,8 +46,7 @@ def check_positions(
         "decode": range(num_prompt, stop),
     }
     for tier, possible in ranges.items():
-        packed = getattr(tiers, tier)
-        for one in packed.operations if packed is not None else ():
+        for one in operations_of(getattr(tiers, tier)):
             if one.positions is None:
                 continue
             outside = missed(one.positions, num_prompt, possible)
@@ -82,8 +81,7 @@ def check_reachable(tiers: SteeringTiers, names: Mapping[str, str], most: int) -
 
     """
     for tier, name in names.items():
-        packed = getattr(tiers, tier, None)
-        for one in packed.operations if packed is not None else ():
+        for one in operations_of(getattr(tiers, tier)):
             spans = one.positions or ()
             at = f"{name}.{one.hook}.{one.layer}.positions"
             if tier == "decode" and any(first < 0 for first, _ in spans):

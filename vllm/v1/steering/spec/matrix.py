@@ -16,7 +16,7 @@ from vllm.v1.residual.selectors import parse_positions as parse_selector
 from vllm.v1.residual.spans import NAMED, Spans, spans_of
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.operations import Operation, in_order
-from vllm.v1.steering.plan import SteeringTiers
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers
 
 ROW_OPS = ("replace", "add", "project_out", "clamp")
 """Operations that may have a vector for each position."""
@@ -151,16 +151,14 @@ def for_prompt(tiers: SteeringTiers, num_prompt: int, parameter: str) -> Steerin
             tokens.
 
     """
-    parts, found = list(tiers.parts), False
-    for number, part in enumerate(tiers.parts):
-        if part is not None and any(map(_is_whole, part.operations)):
-            operations = tuple(
-                _at_prompt(one, num_prompt, parameter) for one in part.operations
-            )
-            parts[number] = structs.replace(part, operations=operations)
-            found = True
-    base, prefill, decode = parts
-    return SteeringTiers(base, prefill, decode) if found else tiers
+    if not any(map(_is_whole, tiers.operations)):
+        return tiers
+
+    def resolved(part: PackedVectors) -> PackedVectors:
+        made = tuple(_at_prompt(one, num_prompt, parameter) for one in part.operations)
+        return structs.replace(part, operations=made)
+
+    return tiers.changed(resolved)
 
 
 def _is_whole(one: Operation) -> bool:
@@ -223,16 +221,14 @@ def check_no_whole_prompt(tiers: SteeringTiers) -> None:
                 "vectors",
                 "mean" if mean else condition.scope,
             )
-    for part in tiers.parts:
-        for one in part.operations if part is not None else ():
-            if _is_whole(one):
-                raise fail(
-                    f"vectors.{one.hook}.{one.layer}.positions: prompts have different "
-                    f'numbers of tokens, so {one.num_rows} rows for "all_prompt" fit '
-                    "few of them; list the positions",
-                    "vectors",
-                    shown("all_prompt"),
-                )
+    for one in filter(_is_whole, tiers.operations):
+        raise fail(
+            f"vectors.{one.hook}.{one.layer}.positions: prompts have different "
+            f'numbers of tokens, so {one.num_rows} rows for "all_prompt" fit few of '
+            "them; list the positions",
+            "vectors",
+            shown("all_prompt"),
+        )
 
 
 def joined_rows(operations: Iterable[Operation]) -> list[Operation]:

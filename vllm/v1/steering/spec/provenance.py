@@ -188,7 +188,7 @@ class Provenance:
                 )
         weights = identity.weights if self.weights else ""
         if self.weights and weights:
-            entry, is_same = "weights", identity.has_weights(self.weights)
+            entry, is_same = "weights", self.weights == weights
         else:
             entry, is_same = "model", not self.model or identity.is_named(self.model)
         if not is_same:

@@ -2,6 +2,7 @@
 """Named modules with scales: which modules a request names, and how strongly."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,15 +88,10 @@ def scaled(tiers: SteeringTiers, scale: float, parameter: str) -> SteeringTiers:
     """
     if scale == 1.0:
         return tiers
-    base, prefill, decode = (_part(part, scale, parameter) for part in tiers.parts)
-    return SteeringTiers(base, prefill, decode)
+    return tiers.changed(partial(_part, scale=scale, parameter=parameter))
 
 
-def _part(
-    part: PackedVectors | None, scale: float, parameter: str
-) -> PackedVectors | None:
-    if part is None:
-        return None
+def _part(part: PackedVectors, scale: float, parameter: str) -> PackedVectors | None:
     operations = [_operation(one, scale, parameter) for one in part.operations]
     with np.errstate(over="ignore"):  # Admission refuses values that overflow.
         vectors = {tap: v * np.float32(scale) for tap, v in part.unpack().items()}

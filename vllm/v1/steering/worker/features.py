@@ -22,7 +22,7 @@ from vllm.model_executor.layers.residual.program import (
 from vllm.v1.residual.sae import SparseAutoencoder
 from vllm.v1.steering.features import MAX_CARRIED, FeatureUse
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers, operations_of
 
 assert MOST_STORED == 2 * MAX_CARRIED, "the engine's activations and a request's"
 ENGINES, REQUESTS = STORED, STORED + MAX_CARRIED
@@ -91,12 +91,7 @@ def carried_columns(
     """
     columns = {digest: first + n for n, digest in enumerate(tiers.carried)}
     assert len(columns) <= MAX_CARRIED, "admission accepted too many"
-    return [
-        columns.get(one.digest, NO_GATE)
-        for part in parts
-        if part is not None
-        for one in part.operations
-    ]
+    return [columns.get(one.digest, NO_GATE) for one in operations_of(*parts)]
 
 
 def _decoder_row(use: FeatureUse, sae: SparseAutoencoder) -> torch.Tensor:

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.v1.steering.conditions import MAX_CONDITIONS, Condition
 from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers
+from vllm.v1.steering.plan import PackedVectors, SteeringTiers, operations_of
 from vllm.v1.steering.worker.fired import FiredCounts
 
 assert GATES == 2 * MAX_CONDITIONS, "the engine's conditions and those of a request"
@@ -73,9 +73,7 @@ def gated(
     assert len(gates) <= MAX_CONDITIONS, "admission accepted too many conditions"
     return [
         (one, None if one.details.when is None else gates[one.details.when])
-        for part in parts
-        if part is not None
-        for one in part.operations
+        for one in operations_of(*parts)
     ]
 
 
