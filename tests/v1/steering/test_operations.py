@@ -497,7 +497,7 @@ def test_several_modules_at_their_scales(steered: Any) -> None:
         "pre_attn": {2: {"op": "clamp", "vector": V, "max": 0.1, "strength": 0.5}},
     }
     for name, raw in modules.items():
-        frontend.register(name, raw)
+        frontend.modules.put(name, frontend.prepare(name, raw, None)[0])
     half = {"name": "two", "scale": 0.5}
     asked = [
         {"steering_name": ["one", half, {"name": "one", "scale": 2}]},
@@ -523,7 +523,7 @@ def test_several_modules_at_their_scales(steered: Any) -> None:
                 generate(llm, [PROMPT], [params(**fields)])
     finally:
         for name in modules:
-            frontend.unregister(name)
+            frontend.modules.unregister(name)
 
 
 BAD_MATRICES: list[tuple[dict[str, Any], str]] = [

@@ -5,7 +5,7 @@ A kind is `probe` or `steer`; the two have names of their own.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from vllm.interop.reference_fork.gates import Layers, unpacked_hooks
 from vllm.v1.residual.bounds import listed, shown
@@ -41,7 +41,7 @@ async def register(
     known = await names(control)
     _check_kind(kind)
     check_name(name, MAX_NAME - len("probe:"))
-    parsed = _parsed(kind, packed, cast("SteeringFrontend", control.frontend))
+    parsed = _parsed(kind, packed, control.frontend.enabled())
     if len(known[kind]) >= MAX_NAMES and name not in known[kind]:
         raise fail(
             f"name: there are {MAX_NAMES} vectors of this kind; unregister one",

@@ -16,7 +16,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.v1.residual.changed_streams import ChangedStreams
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
@@ -132,7 +132,7 @@ def error_in(output: "RequestOutput", parameter: str) -> VLLMError | None:
         parameter: the field whose values are too large, for the message.
 
     """
-    reason = next(filter(None, map(_reason, output.outputs)), None)
+    reason = reason_of_error(output)
     if reason is None:
         return None
     if not reason.startswith(MARK):
@@ -144,7 +144,7 @@ def error_in(output: "RequestOutput", parameter: str) -> VLLMError | None:
     )
 
 
-def _reason(sample: "CompletionOutput") -> str | None:
-    if sample.finish_reason != "error" or not isinstance(sample.stop_reason, str):
-        return None
-    return sample.stop_reason
+def reason_of_error(output: "RequestOutput") -> str | None:
+    """The text with which a sample has ended by an error, if one has."""
+    reasons = [s.stop_reason for s in output.outputs if s.finish_reason == "error"]
+    return next((one for one in reasons if one and isinstance(one, str)), None)

@@ -146,8 +146,8 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
         self, change: Callable[[PackedVectors], PackedVectors | None]
     ) -> "SteeringTiers":
         """The configuration with a change made to each tier that it has."""
-        parts = (None if part is None else change(part) for part in self.parts)
-        return SteeringTiers(*parts, receipt=self.receipt)
+        base, prefill, decode = (part and change(part) for part in self.parts)
+        return SteeringTiers(base, prefill, decode, self.receipt)
 
     def joined(
         self,
@@ -157,7 +157,8 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
         ],
     ) -> "SteeringTiers":
         """Each tier joined with the other configuration's."""
-        return SteeringTiers(*map(join, self.parts, other.parts))
+        base, prefill, decode = map(join, self.parts, other.parts)
+        return SteeringTiers(base, prefill, decode)
 
     @cached_property
     def prefill_digest(self) -> str:

@@ -79,7 +79,8 @@ def test_modules_of_the_start_can_be_replaced_and_removed_everywhere() -> None:
         one, other = servers(2)
         for server in (one, other):  # Like `--steering-modules`.
             for name in ("kept", "gone"):
-                server.frontend.register(name, raw(1))
+                module, _ = server.frontend.prepare(name, raw(1), None)
+                server.frontend.modules.put(name, module)
         await one.unregister("gone")
         await one.register("kept", raw(3), True, None)
         assert list(await other.describe_modules()) == ["kept"]

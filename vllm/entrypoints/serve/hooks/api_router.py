@@ -91,10 +91,5 @@ async def _answer(
     if (refused := refusal(request)) is not None:
         return refused
     engine = engine_with(request, "register_hooks")
-    return JSONResponse(await work(engine, await _body(request, names)))
-
-
-async def _body(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
-    if not await request.body():
-        return {}
-    return await read_object(request, names, fail)
+    body = await read_object(request, names, fail, may_be_empty=True)
+    return JSONResponse(await work(engine, body))

@@ -17,9 +17,11 @@ from vllm.entrypoints.serve.steering.authority import (
     refusal,
     steering_keys,
 )
-from vllm.entrypoints.serve.utils.json_object import checked_object, engine_with, flag
-from vllm.entrypoints.serve.utils.json_reader import BodyError
-from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
+from vllm.entrypoints.serve.utils.json_object import (
+    engine_with,
+    flag,
+    read_object,
+)
 from vllm.interop.reference_fork import named as gate_vectors
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import UnknownModuleError, fail
@@ -77,9 +79,7 @@ async def get_steering(request: Request) -> JSONResponse:
 @reading.get("/layers")
 async def get_layers(request: Request) -> JSONResponse:
     """The layers and hook points that can be steered, over all ranks."""
-    control = _control(request)
-    control.frontend.check_enabled()
-    return JSONResponse(control.frontend.describe_model())
+    return JSONResponse(_control(request).frontend.enabled().describe_model())
 
 
 @reading.get("/modules")
@@ -93,7 +93,7 @@ async def get_modules(request: Request) -> JSONResponse:
 @reading.get("/dynamic")
 async def get_dynamic(request: Request) -> JSONResponse:
     """What consumers that run within the step have set, and how long they take."""
-    _control(request).frontend.check_enabled()
+    _control(request).frontend.enabled()
     core = request.app.state.engine_client.engine_core
     workers = await core.call_utility_async("dynamic_steering")
     consistent = len({one.get("action_checksum") for one in workers}) == 1
@@ -163,7 +163,7 @@ async def register_module(request: Request) -> JSONResponse:
     names = set_fields()
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        control.frontend.check_enabled()
+        control.frontend.enabled()
         vectors = {name: body[name] for name in names if body.get(name) is not None}
         answer = await control.register(
             body.get("name"), vectors, flag(body, "replace", fail), body.get("metadata")
@@ -178,7 +178,6 @@ async def unregister_module(request: Request) -> JSONResponse:
     """Unregister a named module; requests in flight keep its vectors."""
 
     async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        control.frontend.check_enabled()
         with _unknown_is_404():
             answer = await control.unregister(body.get("name"))
         return {"status": "ok", **answer}
@@ -230,19 +229,8 @@ async def _change(
     """Check the key, read the body, then run `change`."""
     if (refused := refusal(request)) is not None:
         return refused
-    body = await _read_body(request, names)
+    body = await read_object(request, names, fail, may_be_empty=True)
     return JSONResponse(await change(_control(request), body))
-
-
-async def _read_body(request: Request, names: tuple[str, ...]) -> Answer:
-    """The request's JSON object, which may have only the fields `names`."""
-    raw = await read_body(request)
-    try:
-        body = await parse_json(raw) if raw else {}
-    except (ValueError, RecursionError) as error:
-        why = str(error) if isinstance(error, BodyError) else f"not JSON: {error}"
-        raise fail(f"body: {why}", "body", bytes(raw[:40])) from None
-    return checked_object(body, names, fail)
 
 
 def _control(request: Request) -> AsyncSteeringControl:

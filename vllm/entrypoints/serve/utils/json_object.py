@@ -7,23 +7,26 @@ from typing import Any, TypeAlias
 
 from fastapi import HTTPException, Request
 
+from vllm.entrypoints.serve.utils.json_reader import BodyError
+from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
+
 Fail: TypeAlias = Callable[[str, str, Any], Exception]
 """Makes the error (HTTP 400) of a message, a parameter and its value."""
 
 
 async def read_object(
-    request: Request, names: Sequence[str], fail: Fail
+    request: Request, names: Sequence[str], fail: Fail, may_be_empty: bool = False
 ) -> dict[str, Any]:
-    """The request's JSON object, which may have only the fields `names`."""
+    """The request's JSON object, which may have only the fields `names`.
+
+    An empty body is an object without fields, if it `may_be_empty`.
+    """
+    raw = await read_body(request)
     try:
-        body = await request.json()
+        body = {} if may_be_empty and not raw else await parse_json(raw)
     except (ValueError, RecursionError) as error:
-        raise fail(f"body: not JSON: {error}", "body", None) from None
-    return checked_object(body, names, fail)
-
-
-def checked_object(body: Any, names: Sequence[str], fail: Fail) -> dict[str, Any]:
-    """`body`, which must be an object with only the fields `names`."""
+        why = str(error) if isinstance(error, BodyError) else f"not JSON: {error}"
+        raise fail(f"body: {why}", "body", bytes(raw[:40])) from None
     if not isinstance(body, dict):
         raise fail("body: must be a JSON object", "body", type(body).__name__)
     if unknown := sorted(body.keys() - set(names)):

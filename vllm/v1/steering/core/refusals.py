@@ -8,10 +8,11 @@ changed by the time the request arrives, so the engine core checks again.
 from typing import TYPE_CHECKING
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.residual.nonfinite_streams import reason_of_error
 from vllm.v1.steering.errors import SteeringValidationError
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import Request
 
@@ -82,14 +83,7 @@ def refusal_in(
         parameter: the request field that asked for steering, for the message.
 
     """
-    message = next(filter(None, map(_reason, output.outputs)), None)
-    if message is None:
+    mark, _, message = (reason_of_error(output) or "").partition(MARK)
+    if mark or not message:
         return None
     return SteeringValidationError(f"{parameter}: {message}", parameter=parameter)
-
-
-def _reason(sample: "CompletionOutput") -> str | None:
-    if sample.finish_reason != "error" or not isinstance(sample.stop_reason, str):
-        return None
-    mark, _, message = sample.stop_reason.partition(MARK)
-    return message if not mark else None

@@ -97,7 +97,7 @@ class AsyncSteeringControl:
 
     async def clear(self) -> dict[str, Any]:
         """Remove the global vectors."""
-        self.frontend.check_enabled()
+        self.frontend.enabled()
         return await self._change(CLEARED, True)
 
     async def _change(self, change: Change, replace: bool) -> dict[str, Any]:
@@ -115,16 +115,14 @@ class AsyncSteeringControl:
 
     async def get(self) -> dict[str, Any]:
         """The norms of the global vectors, and the number of slots in use."""
-        self.frontend.check_enabled()
+        self.frontend.enabled()
         return await self._engines.get()
 
     async def register(
         self, name: Any, raw: Any, replace: bool, metadata: Any
     ) -> dict[str, Any]:
         """Register a named module; returns its description."""
-        frontend = self.frontend
-        if not isinstance(frontend, SteeringFrontend):
-            return frontend.register(name, raw, replace, metadata)
+        frontend = self.frontend.enabled()
         module, description = await _beside(frontend.prepare, name, raw, metadata)
         if self._names is None:
             frontend.modules.register(name, module.tiers, replace, module.provenance)
@@ -136,23 +134,24 @@ class AsyncSteeringControl:
 
     async def unregister(self, name: Any) -> dict[str, Any]:
         """Unregister a named module; returns `{"name": name}`."""
-        frontend = self.frontend
-        if self._names is None or not isinstance(frontend, SteeringFrontend):
-            return frontend.unregister(name)
-        await self._names.unregister(name, lambda: frontend.modules.check_known(name))
+        modules = self.frontend.enabled().modules
+        if self._names is None:
+            modules.unregister(name)
+        else:
+            await self._names.unregister(name, lambda: modules.check_known(name))
         return {"name": name}
 
     async def describe_modules(self) -> dict[str, Any]:
         """The named modules with the norms of their vectors."""
         await self.module_names()
-        return self.frontend.describe_modules()
+        return self.frontend.enabled().describe_modules()
 
     async def module_names(self) -> list[str]:
         """The names of all modules, those registered through other servers included."""
-        self.frontend.check_enabled()
+        modules = self.frontend.enabled().modules
         if self._names is not None:
             await self._names.refresh()
-        return self.frontend.module_names()
+        return list(modules.all())
 
 
 def _is_large(given: list[Any]) -> bool:

@@ -81,31 +81,9 @@ class NoSteering:
         """Refuse."""
         raise fail(f"vectors: {DISABLED}", "vectors", raw.get("vectors"))
 
-    def check_enabled(self) -> None:
+    def enabled(self) -> "SteeringFrontend":
         """Refuse."""
         raise fail(f"steering: {DISABLED}", "enable_steering", False)
-
-    def describe_model(self) -> dict[str, Any]:
-        """The layers with their hook points."""
-        return {}
-
-    def describe_modules(self) -> dict[str, Any]:
-        """The named sets with the norms of their vectors."""
-        return {}
-
-    def module_names(self) -> list[str]:
-        """The names of all modules."""
-        return []
-
-    def register(
-        self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
-    ) -> dict[str, Any]:
-        """Refuse."""
-        raise fail(f"name: {DISABLED}", "name", name)
-
-    def unregister(self, name: Any) -> dict[str, Any]:
-        """Refuse."""
-        raise fail(f"name: {DISABLED}", "name", name)
 
 
 class SteeringFrontend(NoSteering):
@@ -183,8 +161,9 @@ class SteeringFrontend(NoSteering):
         check_no_whole_prompt(tiers)
         return Change(tiers, describe_applied(parsed))
 
-    def check_enabled(self) -> None:
-        """Do nothing, because this engine steers."""
+    def enabled(self) -> "SteeringFrontend":
+        """This front end, as its engine steers."""
+        return self
 
     def describe_model(self) -> dict[str, Any]:
         """The layers with their hook points."""
@@ -204,18 +183,6 @@ class SteeringFrontend(NoSteering):
             name: {**describe(one.tiers), "metadata": one.provenance.facts()}
             for name, one in self.modules.all().items()
         }
-
-    def module_names(self) -> list[str]:
-        """The names of all modules."""
-        return list(self.modules.all())
-
-    def register(
-        self, name: Any, raw: Any, replace: bool = False, metadata: Any = None
-    ) -> dict[str, Any]:
-        """Register a named module; returns its description."""
-        module, description = self.prepare(name, raw, metadata)
-        self.modules.register(name, module.tiers, replace, module.provenance)
-        return description
 
     def prepare(
         self, name: Any, raw: Any, metadata: Any
@@ -238,11 +205,6 @@ class SteeringFrontend(NoSteering):
         description = {**describe(tiers), "metadata": said.facts()}
         answer = {"name": name, **description, "applied": describe_applied(parsed)}
         return Module(tiers, said), answer
-
-    def unregister(self, name: Any) -> dict[str, Any]:
-        """Unregister a named module; returns the response."""
-        self.modules.unregister(name)
-        return {"name": name}
 
 
 NO_STEERING_FRONTEND = NoSteering()
@@ -278,7 +240,7 @@ class SteeringControl:
 
     def clear(self) -> dict[str, Any]:
         """Remove the global vectors."""
-        self.frontend.check_enabled()
+        self.frontend.enabled()
         return self._change(CLEARED, True)
 
     def _change(self, change: Change, replace: bool) -> dict[str, Any]:
@@ -290,5 +252,5 @@ class SteeringControl:
 
     def get(self) -> dict[str, Any]:
         """The norms of the global vectors, and the number of slots in use."""
-        self.frontend.check_enabled()
+        self.frontend.enabled()
         return self._call("get_steering")
