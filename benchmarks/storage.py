@@ -36,7 +36,8 @@ from benchmarks.harness import reports  # noqa: E402
 from vllm.v1.capture.consumers.arrow import ArrowConsumer  # noqa: E402
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer  # noqa: E402
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane  # noqa: E402
-from vllm.v1.capture.types import CaptureChunk, CaptureFinalize  # noqa: E402
+from vllm.v1.capture.groups import GroupChunk, GroupEnd  # noqa: E402
+from vllm.v1.capture.types import VllmInternalRequestId  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 WIDTH = 4096
@@ -61,10 +62,8 @@ UNDER_WAY = 2 << 30
 """Most bytes of requests in flight."""
 
 
-def facts(layer: int, num_rows: int, request_id: str) -> dict[str, object]:
+def facts(num_rows: int, request_id: str) -> dict[str, object]:
     return {
-        "layer": layer,
-        "hook": "post_block",
         "dtype": "bfloat16",
         "hidden_size": WIDTH,
         "layer_convention": "0-based block index",
@@ -139,18 +138,11 @@ def consumer(
 
 def feed(lane: SinkLane, request_id: str, block: torch.Tensor, answer) -> None:  # type: ignore[no-untyped-def]
     num_rows = block.shape[1]
-    keys = [(request_id, layer, "post_block") for layer in range(len(block))]
-    lane.submit(
-        [
-            CaptureChunk(key, rows, rows.dtype, 0, 0, {"positions": []})  # type: ignore[arg-type]
-            for key, rows in zip(keys, block)
-        ]
-    )
-    ends = [
-        CaptureFinalize(key, facts(key[1], num_rows, request_id))  # type: ignore[arg-type]
-        for key in keys
-    ]
-    lane.finish(Ending(request_id, tuple(ends), answer))
+    own = VllmInternalRequestId(request_id)
+    taps = tuple((layer, "post_block") for layer in range(len(block)))
+    lane.submit([GroupChunk(own, taps, block, 0, 0, [])])
+    ends = [GroupEnd(own, taps, facts(num_rows, request_id))]
+    lane.finish(Ending(request_id, ends, answer))
 
 
 def fresh_folder(folder: Path) -> Path:

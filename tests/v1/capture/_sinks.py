@@ -8,6 +8,7 @@ import torch
 
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
@@ -24,10 +25,10 @@ def key(request: str = "r", layer: int = 0) -> CaptureKey:
     return (VllmInternalRequestId(request), layer, "post_block")
 
 
-def chunk(of: CaptureKey, rows: int = 1, offset: int = 0) -> CaptureChunk:
-    tensor = torch.arange(rows, dtype=torch.float32)[:, None] + offset
+def chunk(of: CaptureKey, rows: int = 1, offset: int = 0) -> GroupChunk:
+    tensor = torch.arange(rows, dtype=torch.float32)[None, :, None] + offset
     positions = list(range(offset, offset + rows))
-    return CaptureChunk(of, tensor, tensor.dtype, offset, 0, {"positions": positions})
+    return GroupChunk(of[0], (of[1:],), tensor, offset, 0, positions)
 
 
 class RecordingSink:
@@ -122,6 +123,6 @@ def end(
     lane: SinkLane, answers: Answers, *keys: CaptureKey, **sidecar: Any
 ) -> CaptureResult:
     """Finalize a request with these keys, and wait for its result."""
-    finalizes = tuple(CaptureFinalize(k, dict(sidecar)) for k in keys)
-    lane.finish(Ending(keys[0][0], finalizes, answers))
+    ends = [GroupEnd(k[0], (k[1:],), sidecar) for k in keys]
+    lane.finish(Ending(keys[0][0], ends, answers))
     return answers.next()

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
 from vllm.v1.capture.failures import FAILURES
@@ -20,6 +21,7 @@ from vllm.v1.capture.results import join_payloads
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
+    CaptureKey,
     CaptureResult,
     VllmInternalRequestId,
 )
@@ -45,20 +47,28 @@ class GroupChunk(msgspec.Struct, frozen=True, eq=False, array_like=True):
     """The token position of each row; not to be changed."""
 
     @classmethod
-    def of(cls, item: "AnyChunk") -> "GroupChunk":
-        """The rows of a single key as a group of one; others as they are."""
-        if isinstance(item, GroupChunk):
-            return item
-        rows, positions = item.tensor.unsqueeze(0), item.metadata["positions"]
-        own = item.row_offset, item.step_index, positions
-        return cls(item.key[0], (item.key[1:],), rows, *own)
+    def of(cls, chunk: CaptureChunk) -> "GroupChunk":
+        """The rows of a single key as a group of one."""
+        rows, positions = chunk.tensor[None], chunk.metadata.get("positions", [])
+        own = chunk.row_offset, chunk.step_index, positions
+        return cls(chunk.key[0], (chunk.key[1:],), rows, *own)
+
+    @property
+    def keys(self) -> list[CaptureKey]:
+        """The key of each tap."""
+        return [(self.request_id, *tap) for tap in self.taps]
+
+    def apart(self) -> Iterator["GroupChunk"]:
+        """A group of one for each tap."""
+        for tap, rows in zip(self.taps, self.tensor.split(1), strict=True):
+            yield replace(self, taps=(tap,), tensor=rows)
 
     def chunks(self) -> Iterator[CaptureChunk]:
         """A chunk for each tap."""
         dtype = self.tensor.dtype
-        for (layer, hook), rows in zip(self.taps, self.tensor.unbind(), strict=True):
+        for key, rows in zip(self.keys, self.tensor.unbind(), strict=True):
             yield CaptureChunk(
-                (self.request_id, layer, hook),
+                key,
                 rows,
                 dtype,
                 self.row_offset,
@@ -75,38 +85,33 @@ class GroupEnd(msgspec.Struct, frozen=True, array_like=True):
     sidecar: dict[str, Any]
     """What the sidecars of these keys share: all fields but `layer` and `hook`."""
 
-    @classmethod
-    def of(cls, end: "AnyEnd") -> "GroupEnd":
-        """The end of a single key as that of a group of one; others as they are."""
-        if isinstance(end, GroupEnd):
-            return end
-        return cls(end.key[0], (end.key[1:],), end.sidecar)
+    @property
+    def keys(self) -> list[CaptureKey]:
+        """The key of each tap."""
+        return [(self.request_id, *tap) for tap in self.taps]
+
+    def finalizes(self) -> Iterator[CaptureFinalize]:
+        """The end of each key."""
+        for key in self.keys:
+            sidecar = {**self.sidecar, "layer": key[1], "hook": key[2]}
+            yield CaptureFinalize(key, sidecar)
 
 
-AnyChunk: TypeAlias = GroupChunk | CaptureChunk
-AnyEnd: TypeAlias = GroupEnd | CaptureFinalize
-
-
-def chunks_in(items: Iterable[AnyChunk]) -> list[CaptureChunk]:
+def chunks_in(items: Iterable[GroupChunk]) -> list[CaptureChunk]:
     """The chunks of single keys, in order."""
-    return [
-        chunk
-        for item in items
-        for chunk in (item.chunks() if isinstance(item, GroupChunk) else (item,))
-    ]
-
-
-def request_of(item: AnyChunk) -> VllmInternalRequestId:
-    """The request that rows belong to."""
-    return item.request_id if isinstance(item, GroupChunk) else item.key[0]
+    return [chunk for item in items for chunk in item.chunks()]
 
 
 class GroupSink(ABC):
-    """A sink whose work is per group of keys. It takes single keys as well."""
+    """A sink whose work is per group of keys."""
 
     @abstractmethod
-    def submit_rows(self, items: Sequence[AnyChunk]) -> None:
+    def submit_rows(self, items: Sequence[GroupChunk]) -> None:
         """Take the rows of a packet."""
+
+    def submit_chunk(self, chunk: CaptureChunk) -> None:
+        """Take rows of one key."""
+        self.submit_rows([GroupChunk.of(chunk)])
 
     @abstractmethod
     def submit_ends(
@@ -116,7 +121,7 @@ class GroupSink(ABC):
 
         Returns:
             A result for each group; None if the request's keys must be ended one by
-            one, because rows of single keys were submitted.
+            one, because their rows came in other groups.
 
         """
 
@@ -129,34 +134,30 @@ what the keys' sidecars share, which is all but `layer` and `hook`.
 """
 
 
-class GroupBatchingSink(BatchingSink, GroupSink):
+class GroupBatchingSink(GroupSink, BatchingSink):
     """A `BatchingSink` that calls `on_group` once for all keys of a group."""
 
     def __init__(self, consumer: CaptureConsumer, on_group: OnGroup) -> None:
         super().__init__(consumer)
         self._on_group = on_group
-        self._items: dict[str, list[AnyChunk]] = {}
+        self._items: dict[str, list[GroupChunk]] = {}
         """The rows of each request, in order, until one of its keys ends."""
 
-    def submit_chunk(self, chunk: CaptureChunk) -> None:
-        """Keep the rows until the key is finalized."""
-        self.submit_rows([chunk])
-
-    def submit_rows(self, items: Sequence[AnyChunk]) -> None:
+    def submit_rows(self, items: Sequence[GroupChunk]) -> None:
         """Keep the rows until the request has ended."""
         for item in items:
-            self._items.setdefault(request_of(item), []).append(item)
+            self._items.setdefault(item.request_id, []).append(item)
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
         """Call `on_capture` with the rows of the key."""
         for chunk in chunks_in(self._items.pop(finalize.key[0], ())):
-            super().submit_chunk(chunk)
+            BatchingSink.submit_chunk(self, chunk)
         super().submit_finalize(finalize)
 
     def submit_ends(
         self, request_id: str, ends: Sequence[GroupEnd]
     ) -> list[CaptureResult] | None:
-        """Call `on_group` for each group, unless rows of single keys were submitted.
+        """Call `on_group` for each group.
 
         Large groups arrive in parts, for each of which it is called. If the parts of
         different steps have different taps, the keys must be ended one by one.
@@ -165,10 +166,8 @@ class GroupBatchingSink(BatchingSink, GroupSink):
         if any((request_id, *tap) in self._chunks for tap in ended):
             return None  # Another stage was ended one by one.
         parts: dict[tuple[Tap, ...], list[torch.Tensor]] = {}
-        others: list[AnyChunk] = []
+        others: list[GroupChunk] = []
         for item in self._items.get(request_id, ()):
-            if not isinstance(item, GroupChunk):
-                return None
             if item.taps[0] in ended:
                 parts.setdefault(item.taps, []).append(item.tensor)
             else:  # Of another pipeline stage, which sends its ends itself.

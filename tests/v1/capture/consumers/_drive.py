@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.types import (
-    CaptureChunk,
     CaptureContext,
-    CaptureFinalize,
     CaptureResult,
+    VllmInternalRequestId,
 )
 from vllm.v1.residual.tap import Tap
 
@@ -69,15 +69,15 @@ def sidecar_of(
 
 def chunks_of(
     request_id: str, tap: Tap, rows: torch.Tensor, size: int
-) -> list[CaptureChunk]:
+) -> list[GroupChunk]:
     return [
-        CaptureChunk(
-            (request_id, *tap),  # type: ignore[arg-type]
-            rows[first : first + size],
-            rows.dtype,
+        GroupChunk(
+            VllmInternalRequestId(request_id),
+            (tap,),
+            rows[None, first : first + size],
             first,
             first,
-            {"positions": list(range(first, min(first + size, len(rows))))},
+            list(range(first, min(first + size, len(rows)))),
         )
         for first in range(0, len(rows), size)
     ]
@@ -89,15 +89,13 @@ def ending_of(
     answers: dict[str, CaptureResult],
     **changes: Any,
 ) -> Ending:
-    finalizes = tuple(
-        CaptureFinalize(
-            (request_id, *tap),  # type: ignore[arg-type]
-            sidecar_of(request_id, tap, tensor, **changes),
-        )
+    own = VllmInternalRequestId(request_id)
+    ends = [
+        GroupEnd(own, (tap,), sidecar_of(request_id, tap, tensor, **changes))
         for tap, tensor in rows.items()
-    )
+    ]
     return Ending(
-        request_id, finalizes, lambda result: answers.__setitem__(request_id, result)
+        request_id, ends, lambda result: answers.__setitem__(request_id, result)
     )
 
 

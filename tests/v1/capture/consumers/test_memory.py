@@ -114,8 +114,9 @@ def test_stages_that_end_one_after_another_keep_their_own_rows(split: bool) -> N
     assert isinstance(sink, GroupBatchingSink)
     stages = (slice(0, 2), slice(2, 4))
     for stage in stages:
-        chunk = GroupChunk(ID, taps[stage], rows[stage], 0, 0, list(range(6)))
-        sink.submit_rows([*chunk.chunks()] if split else [chunk])
+        chunk = GroupChunk(ID, taps[stage], rows[stage, :2], 0, 0, [0, 1])
+        rest = GroupChunk(ID, taps[stage], rows[stage, 2:], 2, 1, [2, 3, 4, 5])
+        sink.submit_rows([chunk, *(rest.apart() if split else [rest])])
     for stage in stages:
         shared = sidecar_of("r", taps[stage][0], rows[0])
         results = sink.submit_ends("r", [GroupEnd(ID, taps[stage], shared)])

@@ -191,7 +191,7 @@ def test_a_disk_that_takes_nothing_holds_the_caller_up_once(
     begin = time.monotonic()
     for number in range(10):
         for tap, tensor in request_rows(0).items():
-            consumer.submit_chunk_batch(chunks_of(f"r{number}", tap, tensor, 6))
+            consumer.submit_rows(chunks_of(f"r{number}", tap, tensor, 6))
     assert time.monotonic() - begin < 15, "each request has waited"
     disk.release()
     consumer.shutdown(20)
@@ -229,7 +229,7 @@ def test_rows_lost_before_they_are_spilled_do_not_show_that_the_disk_works(
     monkeypatch.setattr(consumer._budget._changed, "wait_for", noted)
     ((tap, tensor), *_) = request_rows(0).items()
     for number in range(3):
-        consumer.submit_chunk_batch(chunks_of(f"r{number}", tap, tensor, 6))
+        consumer.submit_rows(chunks_of(f"r{number}", tap, tensor, 6))
         late.pop()()
     assert len(waits) == 1, "each request has waited"
     consumer.shutdown(20)
@@ -241,7 +241,7 @@ def test_rows_that_could_not_be_spilled_stay_counted_until_they_are_discarded(
     Disk(0, monkeypatch)
     rows, files = RequestRows(), RowFiles(tmp_path)
     ((tap, tensor), *_) = request_rows(0).items()
-    rows.add(tap, tensor)
+    rows.add([tap], tensor[None])
     with pytest.raises(OSError, match="No space left"):
         rows.spill(files)
     assert rows.spill(files) == 0, "another thread may try before it is discarded"
@@ -260,7 +260,7 @@ def test_rows_that_are_spilled_as_they_come_are_counted_before(
 
     monkeypatch.setattr(RequestRows, "add", spilled_at_once)
     for tap, tensor in request_rows(0).items():
-        consumer.submit_chunk_batch(chunks_of("r", tap, tensor, 3))
+        consumer.submit_rows(chunks_of("r", tap, tensor, 3))
     assert consumer._budget.held == 0
     assert consumer.rewritten_bytes() == sum(
         tensor.nbytes for tensor in request_rows(0).values()
@@ -325,7 +325,7 @@ def test_spilled_rows_are_counted_logged_and_complete(
 def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:
     consumer = FilesystemConsumer(None, {"root": str(tmp_path), "buffer_bytes": 64})
     for tap, tensor in request_rows(0).items():
-        consumer.submit_chunk_batch(chunks_of("r", tap, tensor, 6))
+        consumer.submit_rows(chunks_of("r", tap, tensor, 6))
     consumer.shutdown(20)
     assert not list(tmp_path.rglob("*"))
 

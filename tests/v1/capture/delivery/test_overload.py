@@ -18,36 +18,18 @@ from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery import spill as spill_module
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.delivery.spill import SpillStore
-from vllm.v1.capture.groups import AnyChunk, AnyEnd, GroupChunk, GroupEnd
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.types import (
     CaptureChunk,
     CaptureFinalize,
     CaptureKey,
     CaptureResult,
+    VllmInternalRequestId,
 )
+from vllm.v1.residual.tap import Tap
 
 WIDTH = 4
 ROW_BYTES = WIDTH * 4
-
-
-def rows(of: CaptureKey, start: int, count: int, offset: int) -> CaptureChunk:
-    """Rows whose values are their positions."""
-    positions = list(range(start, start + count))
-    tensor = torch.tensor(positions, dtype=torch.float32)[:, None].repeat(1, WIDTH)
-    return CaptureChunk(of, tensor, tensor.dtype, offset, 0, {"positions": positions})
-
-
-def grouped(chunks: Sequence[CaptureChunk]) -> GroupChunk:
-    """Chunks of several keys with the same positions, as one."""
-    first = chunks[0]
-    return GroupChunk(
-        first.key[0],
-        tuple(chunk.key[1:] for chunk in chunks),
-        torch.stack([chunk.tensor for chunk in chunks]),
-        first.row_offset,
-        first.step_index,
-        first.metadata["positions"],
-    )
 
 
 class Gate(RecordingSink):
@@ -88,26 +70,30 @@ class Traffic:
 
     def step(self, parts: dict[str, int]) -> None:
         """Run one step that computes this many rows of each of these requests."""
-        items: list[AnyChunk] = []
+        items: list[GroupChunk] = []
         for request, count in parts.items():
             start = self.sent.get(request, 0)
             self.sent[request] = start + count
-            chunks = [
-                rows(key(request, layer), start, count, start)
-                for layer in range(self._taps)
-            ]
-            items += [grouped(chunks)] if request.startswith("a") else chunks
+            positions = list(range(start, start + count))
+            rows = torch.tensor(positions, dtype=torch.float32)[None, :, None]
+            rows = rows.repeat(self._taps, 1, WIDTH)
+            group = GroupChunk(*self._group(request), rows, start, 0, positions)
+            items += [group] if request.startswith("a") else group.apart()
         self._lane.submit(items)
+
+    def _group(self, request: str) -> tuple[VllmInternalRequestId, tuple[Tap, ...]]:
+        keys = [key(request, layer) for layer in range(self._taps)]
+        return keys[0][0], tuple(one[1:] for one in keys)
 
     def end(self, request: str, counted: int | None = None) -> None:
         """End a request whose first `counted` rows are valid."""
         count = self.sent.get(request, 0) if counted is None else counted
         positions = list(range(count))
         facts = {"positions": positions, "token_ids": positions, "num_rows": count}
-        keys = [key(request, layer) for layer in range(self._taps)]
-        ends: list[AnyEnd] = [CaptureFinalize(one, dict(facts)) for one in keys]
+        own, taps = self._group(request)
+        ends = [GroupEnd(own, (tap,), facts) for tap in taps]
         if request.startswith("a"):
-            ends = [GroupEnd(keys[0][0], tuple(one[1:] for one in keys), facts)]
+            ends = [GroupEnd(own, taps, facts)]
         self.answers[request] = Answers()
         self._lane.finish(Ending(request, ends, self.answers[request]))
 

@@ -15,7 +15,7 @@ from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.request import CapturedRequest, never_started
-from vllm.v1.capture.groups import AnyChunk, chunks_in
+from vllm.v1.capture.groups import GroupChunk, chunks_in
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, group_taps
 from vllm.v1.residual.readout_plan import (
@@ -35,7 +35,7 @@ class Consumers:
         self.chunks: dict[Any, list[CaptureChunk]] = defaultdict(list)
         self.finalizes: dict[Any, CaptureFinalize] = {}
 
-    def take(self, rows: dict[str, list[AnyChunk]]) -> None:
+    def take(self, rows: dict[str, list[GroupChunk]]) -> None:
         for instance, batch in rows.items():
             for chunk in chunks_in(batch):
                 self.chunks[instance, chunk.key[1:]].append(chunk)

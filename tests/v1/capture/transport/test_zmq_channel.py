@@ -143,7 +143,7 @@ def test_chunks_arrive_as_they_were(wire: Wire) -> None:
     taps = ((5, "pre_attn"), (6, "pre_attn"))
     rows = torch.arange(24.0).view(2, 4, 3)[:, 1:3]  # not contiguous
     group = GroupChunk(key()[0], taps, rows, 7, 2, [7, 8])
-    message = ChunksMessage("files", 1, [GroupChunk.of(one) for one in (*sent, group)])
+    message = ChunksMessage("files", 1, [*sent, group])
     got = wire.carry(message)
     assert (got.instance, got.stage) == ("files", 1)
     arrived = chunks_in(got.chunks)

@@ -3,9 +3,10 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from time import monotonic
 from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.guarded_sink import GuardedSink, Outcome
@@ -15,17 +16,12 @@ from vllm.v1.capture.delivery.packet_queue import (
     Packet,
     PacketQueue,
 )
-from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
-from vllm.v1.capture.groups import AnyChunk, chunks_in
+from vllm.v1.capture.delivery.spill import SpillStore
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.results import merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
-from vllm.v1.capture.types import (
-    CaptureChunk,
-    CaptureFinalize,
-    CaptureKey,
-    CaptureResult,
-)
+from vllm.v1.capture.types import CaptureKey, CaptureResult
 
 __all__ = ["Ending", "SinkLane"]
 
@@ -46,44 +42,48 @@ class DroppedRows:
     def __init__(self) -> None:
         self.positions: dict[CaptureKey, list[int]] = {}
 
-    def note(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Record chunks that will not be delivered."""
-        for chunk in chunks:
-            dropped = self.positions.setdefault(chunk.key, [])
-            dropped.extend(chunk.metadata["positions"])
+    def note(self, items: Sequence[GroupChunk]) -> None:
+        """Record rows that will not be delivered."""
+        for item in items:
+            for key in item.keys:
+                self.positions.setdefault(key, []).extend(item.positions)
 
-    def renumber(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Change row offsets so that they count delivered rows only."""
-        for chunk in chunks:
-            chunk.row_offset -= len(self.positions.get(chunk.key, ()))
+    def renumbered(self, items: Sequence[GroupChunk]) -> list[GroupChunk]:
+        """The rows by key, with offsets that count delivered rows only."""
+        return [
+            replace(one, row_offset=one.row_offset - len(self.positions.get(key, ())))
+            for item in items
+            for one, key in zip(item.apart(), item.keys, strict=True)
+        ]
 
-    def settle(self, finalizes: Sequence[CaptureFinalize]) -> Sequence[CaptureFinalize]:
-        """The finalizes of a request, with its dropped rows noted in the sidecars.
+    def settle(self, ends: Sequence[GroupEnd]) -> Sequence[GroupEnd]:
+        """The ends of a request, with its dropped rows noted in the sidecars.
 
         Dropped rows past the end of the request are ignored.
         """
         dropped = {
-            final.key: set(self.positions.pop(final.key, ())) for final in finalizes
+            key: set(self.positions.pop(key, ())).intersection(end.sidecar["positions"])
+            for end in ends
+            for key in end.keys
         }
         if not any(dropped.values()):
-            return finalizes
-        counted = [
-            len(dropped[final.key].intersection(final.sidecar["positions"]))
-            for final in finalizes
-        ]
-        if not any(counted):
-            return finalizes
-        rows = sum(len(final.sidecar["positions"]) for final in finalizes)
+            return ends
+        count = sum(map(len, dropped.values()))
+        rows = sum(len(end.sidecar["positions"]) * len(end.taps) for end in ends)
         note = (
-            f"{sum(counted)} of {rows} rows were dropped because the consumer was too "
+            f"{count} of {rows} rows were dropped because the consumer was too "
             "slow (--capture-overload-policy drop)"
         )
-        return tuple(
-            replace(final, sidecar=_without(final.sidecar, dropped[final.key], note))
-            if number
-            else final
-            for final, number in zip(finalizes, counted)
-        )
+        return [
+            replace(
+                end,
+                taps=(tap,),
+                sidecar=_without(end.sidecar, lost, note) if lost else end.sidecar,
+            )
+            for end in ends
+            for tap, key in zip(end.taps, end.keys, strict=True)
+            for lost in [dropped[key]]
+        ]
 
 
 def _without(sidecar: dict[str, Any], dropped: set[int], note: str) -> dict[str, Any]:
@@ -166,20 +166,19 @@ class SinkLane:
         self.start()
         self._queue.mark(opening)
 
-    def submit(self, items: Sequence[AnyChunk]) -> None:
+    def submit(self, items: Sequence[GroupChunk]) -> None:
         """Queue the rows of a step; if the queue is full, spill, drop or block."""
         self.start()
         if self._dropped.positions:
-            items = chunks = chunks_in(items)
-            self._dropped.renumber(chunks)
+            items = self._dropped.renumbered(items)
         packet = Packet.of(items)
         while not self.check():
             taken = self._queue.offer(packet)
-            if isinstance(taken, SpilledPacket):
+            if taken is not None and taken.spilled is not None:
                 self._counters.spilled_rows += taken.num_rows
                 self._counters.spilled_bytes += taken.num_bytes
             elif taken is None and self._drops:
-                self._dropped.note(chunks_in(items))
+                self._dropped.note(items)
                 self._counters.dropped_rows += packet.num_rows
             elif taken is None:
                 self._queue.wait_for_room(packet, 1.0)
@@ -191,7 +190,7 @@ class SinkLane:
         """Queue the end of a request; never blocks, as it holds no rows."""
         self.start()
         if self._dropped.positions:
-            settled = tuple(self._dropped.settle(ending.finalizes))
+            settled = self._dropped.settle(ending.ends)
             ending = Ending(ending.request_id, settled, ending.answer)
         self._queue.mark(ending)
         if self.check():
@@ -256,7 +255,7 @@ class SinkLane:
         for ending in self._queue.endings():
             self._give_up(ending)
 
-    def _lose(self, packet: Packet | SpilledPacket) -> None:
+    def _lose(self, packet: Packet) -> None:
         for key in packet.keys:
             self._guarded.failures.setdefault(
                 key, "the consumer has not returned from a call"
@@ -289,20 +288,19 @@ class SinkLane:
             self._guarded.rest()
             self._queue.pop(item)
 
-    def _replay(self, packet: Packet | SpilledPacket) -> None:
+    def _replay(self, packet: Packet) -> None:
         try:
-            items = self._queue.read(packet)
+            items = packet.read()
         except Exception as error:
             for key in packet.keys:
                 self._guarded.fail(key, error)
             return
-        handed: Packet | SpilledPacket = packet
         if failures := self._guarded.failures:
-            chunks = chunks_in(items)
-            items = [chunk for chunk in chunks if chunk.key not in failures]
-            handed = packet if len(items) == len(chunks) else Packet.of(items)
-        self._counters.rows += handed.num_rows
-        self._counters.bytes += handed.num_bytes
+            alone = [one for item in items for one in item.apart()]
+            items = [one for one in alone if one.keys[0] not in failures]
+            packet = Packet.of(items)
+        self._counters.rows += packet.num_rows
+        self._counters.bytes += packet.num_bytes
         if items:
             self._guarded.feed(items)
 

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.capture.capabilities import sink_capabilities
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening
 from vllm.v1.capture.failures import FAILURES
-from vllm.v1.capture.groups import AnyChunk, GroupEnd, chunks_in
+from vllm.v1.capture.groups import GroupChunk, chunks_in
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
@@ -64,7 +64,7 @@ class GuardedSink:
             FAILURES.log(self.instance, f"the spec of {opening.request_id}", error)
             self._refusals[opening.request_id] = described(error)
 
-    def feed(self, items: Sequence[AnyChunk]) -> None:
+    def feed(self, items: Sequence[GroupChunk]) -> None:
         """Pass rows, in the largest units that the sink takes."""
         groups, batch = self.can.groups, self.can.submit_chunk_batch
         try:
@@ -78,8 +78,8 @@ class GuardedSink:
                 batch(live)
                 return
         except BaseException as error:
-            for chunk in chunks_in(items):
-                self.fail(chunk.key, error)
+            for key in (key for item in items for key in item.keys):
+                self.fail(key, error)
             return
         for chunk in live:
             if chunk.key in self.failures:
@@ -105,17 +105,17 @@ class GuardedSink:
             for finalize in ending.finalizes:
                 self.failures.setdefault(finalize.key, refusal)
         groups = self.can.groups
-        ends = [end for end in ending.ends if isinstance(end, GroupEnd)]
-        failed = any("capture_error" in end.sidecar for end in ends)
-        if groups is None or self.failures or failed or len(ends) < len(ending.ends):
+        failed = any("capture_error" in end.sidecar for end in ending.ends)
+        if groups is None or self.failures or failed:
             return None
         try:
             self._begin_call()
-            results = groups.submit_ends(ending.request_id, ends)
+            results = groups.submit_ends(ending.request_id, ending.ends)
         except BaseException as error:
             FAILURES.log(self.instance, ending.request_id, error)
             key: Any = (ending.request_id, -1, "*")
-            results = [CaptureResult(key, "error", described(error)) for _ in ends]
+            error_of_all = CaptureResult(key, "error", described(error))
+            results = [error_of_all] * len(ending.ends)
         if results is None:
             return None
         return [
@@ -123,7 +123,7 @@ class GuardedSink:
                 noted(result, end.sidecar),
                 end.sidecar.get("num_rows", 0) * len(end.taps),
             )
-            for end, result in zip(ends, results, strict=True)
+            for end, result in zip(ending.ends, results, strict=True)
         ]
 
     def finish_keys(self, ending: Ending) -> None:

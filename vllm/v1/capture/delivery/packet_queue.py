@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from vllm.v1.capture.delivery.spill import SpilledPacket, SpillStore
-from vllm.v1.capture.groups import AnyChunk, AnyEnd, chunks_in
+from msgspec.structs import replace
+
+from vllm.v1.capture.delivery.spill import SpilledRows, SpillStore, read_back
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 
 
@@ -20,7 +22,7 @@ class Ending:
     def __init__(
         self,
         request_id: str,
-        ends: Sequence[AnyEnd],
+        ends: Sequence[GroupEnd],
         answer: Callable[[CaptureResult], None],
     ) -> None:
         """Describe the end.
@@ -41,16 +43,7 @@ class Ending:
     def finalizes(self) -> tuple[CaptureFinalize, ...]:
         """The finalize of each key; the same objects every time."""
         if self._finalizes is None:
-            found: list[CaptureFinalize] = []
-            for end in self.ends:
-                if isinstance(end, CaptureFinalize):
-                    found.append(end)
-                    continue
-                for layer, hook in end.taps:
-                    sidecar = {**end.sidecar, "layer": layer, "hook": hook}
-                    key = (end.request_id, layer, hook)
-                    found.append(CaptureFinalize(key, sidecar))
-            self._finalizes = tuple(found)
+            self._finalizes = tuple(one for end in self.ends for one in end.finalizes())
         return self._finalizes
 
 
@@ -65,26 +58,39 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Rows for one sink, in memory, that are submitted together."""
+    """Rows for one sink that are submitted together."""
 
-    items: Sequence[AnyChunk]
+    items: Sequence[GroupChunk]
     num_rows: int
     num_bytes: int
+    spilled: Sequence[SpilledRows] | None = None
+    """The items' rows on disk; then the items have empty tensors."""
 
     @classmethod
-    def of(cls, items: Sequence[AnyChunk]) -> "Packet":
+    def of(cls, items: Sequence[GroupChunk]) -> "Packet":
         """Create a packet; counts the rows and bytes of `items`."""
         tensors = [item.tensor for item in items]
         rows = sum([tensor.shape[:-1].numel() for tensor in tensors])
         return cls(items, rows, sum([tensor.nbytes for tensor in tensors]))
 
+    def read(self) -> Sequence[GroupChunk]:
+        """The rows, read from disk if they were spilled.
+
+        Raises:
+            OSError: they cannot be read from disk.
+
+        """
+        if self.spilled is None:
+            return self.items
+        return list(map(read_back, self.items, self.spilled))
+
     @property
     def keys(self) -> tuple[CaptureKey, ...]:
-        """The key of each chunk."""
-        return tuple(chunk.key for chunk in chunks_in(self.items))
+        """The key of each tap of each item."""
+        return tuple(key for item in self.items for key in item.keys)
 
 
-Item: TypeAlias = Packet | SpilledPacket | Opening | Ending
+Item: TypeAlias = Packet | Opening | Ending
 
 
 class PacketQueue:
@@ -121,10 +127,10 @@ class PacketQueue:
     @property
     def spilled_bytes(self) -> int:
         """Bytes of rows queued on disk."""
-        items = list(self._items)
-        return sum(i.num_bytes for i in items if isinstance(i, SpilledPacket))
+        packets = [item for item in list(self._items) if isinstance(item, Packet)]
+        return sum(one.num_bytes for one in packets if one.spilled is not None)
 
-    def offer(self, packet: Packet) -> Packet | SpilledPacket | None:
+    def offer(self, packet: Packet) -> Packet | None:
         """Append a packet if there is room in memory or on disk.
 
         Returns:
@@ -139,12 +145,14 @@ class PacketQueue:
                 return packet
         if self._spill is None:
             return None
-        chunks = chunks_in(packet.items)
-        spilled = self._spill.write(chunks, packet.num_rows, packet.num_bytes)
-        if spilled is not None:
-            with self._changed:
-                self._append(spilled)
-        return spilled
+        rows = self._spill.write(packet.items)
+        if rows is None:
+            return None
+        bare = [replace(i, tensor=i.tensor.new_empty(0)) for i in packet.items]
+        packet = Packet(bare, packet.num_rows, packet.num_bytes, rows)
+        with self._changed:
+            self._append(packet)
+        return packet
 
     def wait_for_room(self, packet: Packet, timeout: float) -> None:
         """Wait until `packet` fits in memory, for `timeout` seconds at most."""
@@ -169,7 +177,7 @@ class PacketQueue:
                 self._items.popleft()
             self._forget(item)
 
-    def discard_packets(self) -> list[Packet | SpilledPacket]:
+    def discard_packets(self) -> list[Packet]:
         """Remove and return all packets except the oldest item, which is in process."""
         with self._changed:
             kept, lost = deque(list(self._items)[:1]), []
@@ -191,9 +199,7 @@ class PacketQueue:
         """The number of rows queued in memory and on disk."""
         with self._changed:
             return sum(
-                item.num_rows
-                for item in self._items
-                if not isinstance(item, Opening | Ending)
+                item.num_rows for item in self._items if isinstance(item, Packet)
             )
 
     def close(self) -> None:
@@ -201,18 +207,6 @@ class PacketQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    def read(self, packet: Packet | SpilledPacket) -> Sequence[AnyChunk]:
-        """The rows of a packet, read from disk if they were spilled.
-
-        Raises:
-            OSError: they cannot be read from disk.
-
-        """
-        if isinstance(packet, Packet):
-            return packet.items
-        assert self._spill is not None, "a packet lies on disk, but no disk is used"
-        return self._spill.read(packet)
 
     def _fits(self, packet: Packet) -> bool:
         return not self._packets or (
@@ -225,10 +219,7 @@ class PacketQueue:
         self._changed.notify_all()
 
     def _forget(self, item: Item) -> None:
-        if isinstance(item, Packet):
+        if isinstance(item, Packet) and item.spilled is None:
             self._packets -= 1
             self._bytes -= item.num_bytes
-        elif isinstance(item, SpilledPacket):
-            assert self._spill is not None, "a packet lies on disk, but none is used"
-            self._spill.release(item)
         self._changed.notify_all()

@@ -8,16 +8,18 @@ process ends. A file is closed as soon as its last rows have been released.
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import IO
+from weakref import WeakSet
 
 import torch
+from msgspec.structs import replace
 
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.row_bytes import raw_bytes, read_rows, write_all
-from vllm.v1.capture.types import CaptureChunk, CaptureKey
+from vllm.v1.capture.groups import GroupChunk
 
 logger = init_logger(__name__)
 
@@ -31,18 +33,20 @@ RETRY_SECONDS = 5.0
 """Nothing is spilled for this long after a write has failed."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Segment:
-    """A file, and the number of tensors in it that were not released."""
+    """A file; closed when the last rows in it are gone."""
 
     file: IO[bytes]
     size: int = 0
-    writes: int = 0
+
+    def __del__(self) -> None:
+        self.file.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpilledRows:
-    """A tensor `[num_rows, width]` on disk."""
+    """A tensor `[num_rows, width]` on disk; its space is freed with this object."""
 
     num_rows: int
     width: int
@@ -74,33 +78,29 @@ class RowFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._segments: list[_Segment] = []
+        self._segments: WeakSet[_Segment] = WeakSet()
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the files on disk."""
-        return sum(segment.size for segment in self._segments)
+        with self._lock:
+            return sum(segment.size for segment in self._segments)
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[SpilledRows]:
-        """Write tensors `[rows, width]` to disk; each must be released later.
+        """Write tensors `[rows, width]` to disk.
 
         Raises:
             OSError: the write failed; nothing is kept.
 
         """
-        size = sum(rows.nbytes for rows in tensors)
         with self._lock:
             segment = self._open_segment()
             start = segment.size
-            segment.size += size
-            segment.writes += len(tensors)
+            segment.size += sum(rows.nbytes for rows in tensors)
+        # Outside of the lock: a hanging disk must not block other threads.
         file = segment.file.fileno()
-        try:  # Outside of the lock: a hanging disk must not block other threads.
-            write_all(file, map(raw_bytes, tensors), CALL_BYTES, start)
-        except OSError:
-            self._forget(segment, len(tensors))
-            raise
+        write_all(file, map(raw_bytes, tensors), CALL_BYTES, start)
         found, offset = [], start
         for rows in tensors:
             num_rows, width = rows.shape
@@ -108,38 +108,17 @@ class RowFiles:
             offset += rows.nbytes
         return found
 
-    def release(self, rows: SpilledRows) -> None:
-        """Allow the space of the rows to be freed."""
-        self._forget(rows.segment, 1)
-
-    def _forget(self, segment: _Segment, writes: int) -> None:
-        with self._lock:
-            segment.writes -= writes
-            assert segment.writes >= 0, "spilled rows were released twice"
-            if segment.writes == 0:
-                self._segments.remove(segment)
-                segment.file.close()
-
     def _open_segment(self) -> _Segment:
-        if not self._segments or self._segments[-1].size >= SEGMENT_BYTES:
-            self._segments.append(_Segment(_unnamed_file(self._folder)))
-        return self._segments[-1]
+        for segment in self._segments:
+            if segment.size < SEGMENT_BYTES:
+                return segment
+        segment = _Segment(_unnamed_file(self._folder))
+        self._segments.add(segment)
+        return segment
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SpilledPacket:
-    """A packet whose rows are on disk; their descriptions stay in memory."""
-
-    num_rows: int
-    num_bytes: int
-    chunks: Sequence[CaptureChunk] = field(repr=False)
-    """The chunks without their tensors."""
-    rows: Sequence[SpilledRows] = field(repr=False)
-
-    @property
-    def keys(self) -> tuple[CaptureKey, ...]:
-        """The key of each chunk."""
-        return tuple(chunk.key for chunk in self.chunks)
+def _unnamed_file(folder: Path) -> IO[bytes]:
+    return tempfile.TemporaryFile(dir=folder, buffering=0)
 
 
 class SpillStore:
@@ -156,52 +135,34 @@ class SpillStore:
         """Bytes of the files on disk."""
         return self._files.used_bytes
 
-    def write(
-        self, chunks: Sequence[CaptureChunk], num_rows: int, num_bytes: int
-    ) -> SpilledPacket | None:
-        """Write a packet to disk; None if there is no room or the write failed."""
+    def write(self, items: Sequence[GroupChunk]) -> list[SpilledRows] | None:
+        """Write rows to disk; None if there is no room or the write failed."""
+        size = sum(item.tensor.nbytes for item in items)
         if monotonic() < self._blocked_until:
             return None
-        if self.used_bytes + num_bytes > self._max_bytes:
+        if self.used_bytes + size > self._max_bytes:
             return None
         try:
-            rows = self._files.write([chunk.tensor for chunk in chunks])
+            return self._files.write([item.tensor.flatten(0, 1) for item in items])
         except OSError as error:
             self._blocked_until = monotonic() + RETRY_SECONDS
             logger.error(
                 "Captured rows cannot be spilled to %s: %s. Until this succeeds, the "
                 "engine waits for its consumers",
                 self._folder,
-                error,
+                str(error),  # The error itself has the frame that has the file.
             )
             return None
-        empty = [replace(c, tensor=c.tensor.new_empty(0, 0)) for c in chunks]
-        return SpilledPacket(num_rows, num_bytes, empty, rows)
-
-    def read(self, packet: SpilledPacket) -> list[CaptureChunk]:
-        """Read the chunks of a packet from disk.
-
-        Raises:
-            OSError: the read failed.
-
-        """
-        return [
-            replace(chunk, tensor=_whole(rows))
-            for chunk, rows in zip(packet.chunks, packet.rows, strict=True)
-        ]
-
-    def release(self, packet: SpilledPacket) -> None:
-        """Allow the space of a packet to be freed."""
-        for rows in packet.rows:
-            self._files.release(rows)
 
 
-def _whole(rows: SpilledRows) -> torch.Tensor:
-    if not rows.num_rows:
-        return torch.empty(0, rows.width, dtype=rows.dtype)
-    (tensor,) = rows.blocks(rows.num_rows * rows.row_bytes)
-    return tensor
+def read_back(item: GroupChunk, rows: SpilledRows) -> GroupChunk:
+    """`item` with its rows, read from disk.
 
+    Raises:
+        OSError: the read failed.
 
-def _unnamed_file(folder: Path) -> IO[bytes]:
-    return tempfile.TemporaryFile(dir=folder, buffering=0)
+    """
+    size = max(rows.num_rows * rows.row_bytes, 1)
+    whole = [*rows.blocks(size), torch.empty(0, rows.width, dtype=rows.dtype)][0]
+    shape = len(item.taps), len(item.positions), rows.width
+    return replace(item, tensor=whole.view(shape))

@@ -14,7 +14,7 @@ from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.request import Answer, CapturedRequest, never_started
 from vllm.v1.capture.dispatch.step_buffer import ByGroup, StagedStep, StepBuffer
-from vllm.v1.capture.groups import AnyChunk
+from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.residual.capture_plan import CaptureEnd
@@ -160,7 +160,7 @@ class Dispatcher:
 
         More packets would wake the instance's thread more often.
         """
-        chunks: dict[str, list[AnyChunk]] = {}
+        chunks: dict[str, list[GroupChunk]] = {}
         copies: list[RowCopy] = []
         try:
             taken = [
@@ -177,7 +177,7 @@ class Dispatcher:
                     chunks.setdefault(instance, []).extend(batch)
         self._submit(chunks)
 
-    def _submit(self, chunks: Mapping[str, Sequence[AnyChunk]]) -> None:
+    def _submit(self, chunks: Mapping[str, Sequence[GroupChunk]]) -> None:
         for instance, batch in chunks.items():
             self._lanes[instance].submit(batch)
 
@@ -221,13 +221,13 @@ class LastRows:
     """The last chunks of several requests, and the ends to submit after them."""
 
     def __init__(self) -> None:
-        self.chunks: dict[str, list[AnyChunk]] = {}
+        self.chunks: dict[str, list[GroupChunk]] = {}
         self.endings: list[tuple[str, Ending]] = []
         self.num_bytes = 0
 
     def add(
         self,
-        chunks: Mapping[str, Sequence[AnyChunk]],
+        chunks: Mapping[str, Sequence[GroupChunk]],
         endings: Mapping[str, Ending],
     ) -> None:
         """Add the chunks and ends of a request, by instance."""

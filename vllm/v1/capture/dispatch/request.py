@@ -15,21 +15,15 @@ import torch
 from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
 from vllm.v1.capture.dispatch.row_buffer import Piece, RowBuffer, joined
-from vllm.v1.capture.groups import AnyChunk, AnyEnd, GroupChunk, GroupEnd
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.memory.row_copy import RowCopy
-from vllm.v1.capture.types import (
-    CaptureChunk,
-    CaptureFinalize,
-    CaptureKey,
-    CaptureResult,
-    VllmInternalRequestId,
-)
+from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import Readout, ReadoutReader, ReadoutRows
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END, Spans, contains, only_last, overlap
-from vllm.v1.residual.tap import AFTER
+from vllm.v1.residual.tap import AFTER, Tap
 
 LAYER_CONVENTION = "0-based block index"
 
@@ -38,29 +32,33 @@ Answer: TypeAlias = Callable[[str, CaptureResult], None]
 
 
 def chunks_of(
-    key: CaptureKey, rows: ReadoutRows, positions: list[int]
-) -> list[CaptureChunk]:
-    """A chunk with all values `[rows, values]`; none if there are no rows."""
+    req_id: VllmInternalRequestId, rows: ReadoutRows, positions: list[int]
+) -> list[GroupChunk]:
+    """A chunk with all values `[1, rows, values]`; none if there are no rows."""
     if not positions:
         return []
     dtype = getattr(torch, rows.dtype)
     values = torch.frombuffer(bytearray(rows.data), dtype=dtype)
-    tensor = values.view(len(positions), -1)
-    return [CaptureChunk(key, tensor, dtype, 0, -1, {"positions": positions})]
+    tensor = values.view(1, len(positions), -1)
+    return [GroupChunk(req_id, (tap_of(rows),), tensor, 0, -1, positions)]
 
 
-def finalize_of(
-    key: CaptureKey, rows: ReadoutRows, facts: dict[str, Any]
-) -> CaptureFinalize:
+def end_of(
+    req_id: VllmInternalRequestId, rows: ReadoutRows, facts: dict[str, Any]
+) -> GroupEnd:
     """The end of a key; `facts` are those about the request and the positions."""
-    _, layer, hook = key
     readout: dict[str, Any] = {"name": rows.name, "kind": rows.kind}
     readout |= {"array": rows.array, "hook": rows.tap[1], "shape": list(rows.shape)}
     if rows.reduced:
         readout["reduced_positions"] = rows.positions
     width = torch.Size(rows.shape).numel()
     own = {"dtype": rows.dtype, "hidden_size": width, "readout": readout}
-    return CaptureFinalize(key, {**facts, **own, "layer": layer, "hook": hook})
+    return GroupEnd(req_id, (tap_of(rows),), facts | own)
+
+
+def tap_of(rows: ReadoutRows) -> Tap:
+    """Where a key's results are: its layer, and its hook point with the array."""
+    return rows.tap[0], rows.hook
 
 
 def nothing_of(readout: Readout) -> ReadoutRows:
@@ -172,7 +170,7 @@ class CapturedRequest:
             for rows in self._gathered[group].gather(found, self._most, copies)
         ]
 
-    def add(self, group: int, rows: Rows) -> dict[str, list[AnyChunk]]:
+    def add(self, group: int, rows: Rows) -> dict[str, list[GroupChunk]]:
         """Add rows of a group; returns the rows to submit now, by instance."""
         return self._chunks(group, self._ledgers[group].add(rows))
 
@@ -188,10 +186,10 @@ class CapturedRequest:
 
     def finish(
         self, end: CaptureEnd, answer: Answer
-    ) -> tuple[dict[str, list[AnyChunk]], dict[str, Ending]]:
+    ) -> tuple[dict[str, list[GroupChunk]], dict[str, Ending]]:
         """The remaining rows and, to be sent after them, the ends; by instance."""
         stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
-        chunks: dict[str, list[AnyChunk]] = {}
+        chunks: dict[str, list[GroupChunk]] = {}
         for number, ledger in enumerate(self._ledgers):
             rest = self._gathered[number].rest()
             rows = [row for kept in rest for row in ledger.add(kept)]
@@ -222,9 +220,9 @@ class CapturedRequest:
         for reader in self._readout_readers:
             if reader.instance in skipped:
                 continue
-            for made, finalize in self._readout_keys(reader, end, stop):
+            for made, own_end in self._readout_keys(reader, end, stop):
                 chunks.setdefault(reader.instance, []).extend(made)
-                ends[reader.instance].append(finalize)
+                ends[reader.instance].append(own_end)
         endings = {
             instance: Ending(self.req_id, tuple(own), partial(answer, instance))
             for instance, own in ends.items()
@@ -255,8 +253,8 @@ class CapturedRequest:
 
     def _chunks(
         self, number: int, settled: Sequence[Rows]
-    ) -> dict[str, list[AnyChunk]]:
-        ready: dict[str, list[AnyChunk]] = {}
+    ) -> dict[str, list[GroupChunk]]:
+        ready: dict[str, list[GroupChunk]] = {}
         for rows in settled:
             for reader in self._groups[number].readers:
                 for start, stop in overlap(reader.ranges, rows.start, rows.stop):
@@ -307,7 +305,7 @@ class CapturedRequest:
             rows = rows_of_heads(rows, reader.heads, reader.head_size)
         return GroupChunk(self.req_id, taps, rows, offset, step, positions)
 
-    def _ends(self, instance: str, end: CaptureEnd, stop: int) -> list[AnyEnd]:
+    def _ends(self, instance: str, end: CaptureEnd, stop: int) -> list[GroupEnd]:
         return [
             GroupEnd(
                 self.req_id,
@@ -381,7 +379,7 @@ class CapturedRequest:
 
     def _readout_keys(
         self, reader: ReadoutReader, end: CaptureEnd, stop: int
-    ) -> Iterator[tuple[list[CaptureChunk], CaptureFinalize]]:
+    ) -> Iterator[tuple[list[GroupChunk], GroupEnd]]:
         """The chunks and the end of each key with results that a consumer takes."""
         assert self._plan.readouts is not None
         for readout in self._plan.readouts.readouts:
@@ -398,8 +396,8 @@ class CapturedRequest:
                     remarks = remarks | {"capture_error": rows.error}
                 positions = arrived[-1:] if rows.reduced else arrived
                 facts = self._sidecar_of(reader.instance, positions, remarks, end)
-                key = (self.req_id, rows.tap[0], rows.hook)
-                yield chunks_of(key, rows, positions), finalize_of(key, rows, facts)
+                own = chunks_of(self.req_id, rows, positions)
+                yield own, end_of(self.req_id, rows, facts)
 
     def _tokens_at(
         self, positions: Sequence[int], generated: Sequence[int]

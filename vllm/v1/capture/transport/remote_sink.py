@@ -6,14 +6,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from vllm.v1.capture.groups import (
-    AnyChunk,
-    AnyEnd,
-    GroupChunk,
-    GroupEnd,
-    GroupSink,
-    request_of,
-)
+from vllm.v1.capture.groups import GroupChunk, GroupEnd, GroupSink
 from vllm.v1.capture.transport.addresses import rows_address
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
@@ -21,7 +14,6 @@ from vllm.v1.capture.transport.zmq_channel import (
     Outbox,
 )
 from vllm.v1.capture.types import (
-    CaptureChunk,
     CaptureFinalize,
     CaptureKey,
     CaptureResult,
@@ -54,15 +46,11 @@ class ForwardingSink(GroupSink):
         """Set the front end's address of a request, before its first row."""
         self._routes[request_id] = rows_address(address, self._instance)
 
-    def submit_chunk(self, chunk: CaptureChunk) -> None:
-        """Send one chunk."""
-        self.submit_rows([chunk])
-
-    def submit_rows(self, items: Sequence[AnyChunk]) -> None:
+    def submit_rows(self, items: Sequence[GroupChunk]) -> None:
         """Send rows, grouped by front end, in messages of about `MESSAGE_BYTES`."""
-        by_address: dict[str, list[AnyChunk]] = {}
+        by_address: dict[str, list[GroupChunk]] = {}
         for item in items:
-            by_address.setdefault(self._routes[request_of(item)], []).append(item)
+            by_address.setdefault(self._routes[item.request_id], []).append(item)
         for address, batch in by_address.items():
             for part in _parts(batch):
                 message = ChunksMessage(self._instance, self._stage, part)
@@ -72,7 +60,8 @@ class ForwardingSink(GroupSink):
         self, request_id: str, finalizes: Sequence[CaptureFinalize]
     ) -> None:
         """Send the end of a request, with the sidecars of all keys."""
-        self._send_end(request_id, finalizes)
+        ends = [GroupEnd(one.key[0], (one.key[1:],), one.sidecar) for one in finalizes]
+        self._send_end(request_id, ends)
 
     def submit_ends(
         self, request_id: str, ends: Sequence[GroupEnd]
@@ -81,10 +70,9 @@ class ForwardingSink(GroupSink):
         self._send_end(request_id, ends)
         return [CaptureResult((end.request_id, *end.taps[0]), "ok") for end in ends]
 
-    def _send_end(self, request_id: str, ends: Sequence[AnyEnd]) -> None:
+    def _send_end(self, request_id: str, ends: Sequence[GroupEnd]) -> None:
         address = self._routes.pop(request_id)
-        groups = [GroupEnd.of(end) for end in ends]
-        message = EndMessage(request_id, self._instance, self._stage, groups)
+        message = EndMessage(request_id, self._instance, self._stage, list(ends))
         self._outbox.send(address, message, self._bounded)
         self._ended.add(request_id)
 
@@ -108,11 +96,11 @@ class ForwardingSink(GroupSink):
         """Do nothing: the outbox is closed by its owner."""
 
 
-def _parts(items: Sequence[AnyChunk]) -> Iterator[list[GroupChunk]]:
+def _parts(items: Sequence[GroupChunk]) -> Iterator[list[GroupChunk]]:
     """Split rows by size, because connections bound the number of messages."""
     part: list[GroupChunk] = []
     size = 0
-    for chunk in (one for item in items for one in _cut(GroupChunk.of(item))):
+    for chunk in (one for item in items for one in _cut(item)):
         part.append(chunk)
         size += chunk.tensor.nbytes
         if size >= MESSAGE_BYTES:
@@ -146,7 +134,7 @@ class LiveSink(ForwardingSink):
         """Set the address of a request: the front end's own, which is not bounded."""
         self._routes[request_id] = address
 
-    def _send_end(self, request_id: str, ends: Sequence[AnyEnd]) -> None:
+    def _send_end(self, request_id: str, ends: Sequence[GroupEnd]) -> None:
         """Forget the request; its end is reported by the consumer's own sink."""
         self._routes.pop(request_id)
         self._ended.add(request_id)

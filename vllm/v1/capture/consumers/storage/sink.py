@@ -15,9 +15,8 @@ from vllm.v1.capture.consumers.storage.params import StorageParams
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task
 from vllm.v1.capture.delivery.spill import RowFiles
-from vllm.v1.capture.groups import AnyChunk, GroupChunk, GroupEnd, GroupSink
+from vllm.v1.capture.groups import GroupChunk, GroupEnd, GroupSink
 from vllm.v1.capture.types import (
-    CaptureChunk,
     CaptureFinalize,
     CaptureKey,
     CaptureResult,
@@ -120,31 +119,15 @@ class StorageSink(GroupSink):
 
     # Rows, on the consumer's thread.
 
-    def submit_chunk(self, chunk: CaptureChunk) -> None:
-        """Take rows of one key."""
-        self.submit_chunk_batch([chunk])
-
-    def submit_chunk_batch(self, chunks: Sequence[CaptureChunk]) -> None:
-        """Take rows of several keys; blocks while the buffer is full."""
-        self.submit_rows(chunks)
-
-    def submit_rows(self, items: Sequence[AnyChunk]) -> None:
+    def submit_rows(self, items: Sequence[GroupChunk]) -> None:
         """Take the rows of a packet; blocks while the buffer is full."""
         self._start()
-        requests = [
-            self._request(
-                item.request_id if isinstance(item, GroupChunk) else item.key[0]
-            )
-            for item in items
-        ]
+        requests = [self._request(item.request_id) for item in items]
         taken = [pair for pair in zip(requests, items) if pair[0].failure is None]
         # Counted first: a thread that spills the request may release rows at once.
         self._budget.add(sum(item.tensor.nbytes for _, item in taken))
         for request, item in taken:
-            if isinstance(item, GroupChunk):
-                request.rows.add_group(item.taps, item.tensor)
-            else:
-                request.rows.add(item.key[1:], item.tensor)
+            request.rows.add(item.taps, item.tensor)
         if self._budget.held > self._budget.limit:
             self._relieve({request.request_id for request in requests})
 

@@ -38,24 +38,10 @@ class RequestRows:
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
         """Held while rows are written to disk, which may hang."""
-        self._discarded = False
-        self._files: RowFiles | None = None
-        """The files of spilled rows, if any."""
         self.memory_bytes = 0
         """Bytes of rows in memory."""
 
-    @property
-    def spilled(self) -> bool:
-        """Whether some rows are on disk."""
-        return self._files is not None
-
-    def add(self, tap: Tap, rows: torch.Tensor) -> None:
-        """Append rows `[rows, width]` without a copy."""
-        with self._lock:
-            self._keys.setdefault(tap, _Key()).pieces.append(rows)
-            self.memory_bytes += rows.nbytes
-
-    def add_group(self, taps: Sequence[Tap], rows: torch.Tensor) -> None:
+    def add(self, taps: Sequence[Tap], rows: torch.Tensor) -> None:
         """Append rows `[taps, rows, width]` without a copy."""
         with self._lock:
             for tap, own in zip(taps, rows.unbind(), strict=True):
@@ -86,11 +72,6 @@ class RequestRows:
                 raise
             left = iter(written)
             with self._lock:
-                self._files = files
-                if self._discarded:
-                    for rows in written:
-                        files.release(rows)
-                    return size
                 for key, pieces in taken.items():
                     key.spilled += islice(left, len(pieces))
             return size
@@ -120,12 +101,7 @@ class RequestRows:
     def discard(self) -> int:
         """Discard all rows; returns the bytes of memory freed."""
         with self._lock:
-            freed, self.memory_bytes = self.memory_bytes, 0
-            keys, self._keys, self._discarded = self._keys, {}, True
-        for key in keys.values():
-            for rows in key.spilled:
-                assert self._files is not None, "spilled rows lie in files"
-                self._files.release(rows)
+            freed, self.memory_bytes, self._keys = self.memory_bytes, 0, {}
         return freed
 
 
