@@ -25,7 +25,7 @@ from tests.capture_dataset._collecting import (
 from vllm.capture_dataset import load_dataset
 from vllm.capture_dataset.collect import begin, collect
 from vllm.capture_dataset.formats import WRITERS
-from vllm.capture_dataset.manifest import EARLIER_NAME, NAME, Manifest
+from vllm.capture_dataset.manifest import Manifest
 from vllm.capture_dataset.progress import Progress, parse_bytes
 from vllm.capture_dataset.prompts import Prompt, TokenText
 from vllm.capture_dataset.shards import MAX_PROMPTS, groups
@@ -179,19 +179,6 @@ def test_a_folder_of_another_data_set_is_refused(source: Path, tmp_path: Path) -
     with pytest.raises(CaptureValidationError, match="source_sha256"):
         again(resume=True)
     assert runner.ran == []
-
-
-def test_a_manifest_of_an_earlier_version_is_read_and_renamed(
-    source: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    runner = FakeRunner(fail_after=9)
-    with pytest.raises(KeyboardInterrupt):
-        collected(source, out, runner)
-    (out / NAME).rename(out / EARLIER_NAME)
-    assert 0 < len(load_dataset(out)) < 23
-    assert collected(source, out, resume=True).complete
-    assert len(load_dataset(out)) == 23 and not (out / EARLIER_NAME).exists()
 
 
 def test_rows_that_do_not_fit_on_the_disk_are_refused(

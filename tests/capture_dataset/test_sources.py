@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts from every kind of source, and the errors for invalid ones."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from vllm.capture_dataset.spec import SourceSpec
 from vllm.capture_dataset.survey import Survey
-from vllm.entrypoints.cli.capture import options
 from vllm.v1.capture.errors import CaptureValidationError
 
 ROWS = [{"text": f"text {i}", "label": i, "share": i / 2} for i in range(5)]
@@ -153,15 +151,3 @@ def test_a_repeated_id_replaces_the_earlier_prompt_if_asked(tmp_path: Path) -> N
     found = survey(path, id_column="id", replace_repeated=True)
     assert [entry.prompt for entry in found.entries()] == ["t3", "t4"]
     assert found.num_entries == 2
-
-
-@pytest.mark.parametrize("name", ["arrow", "filesystem", "zarr"])
-def test_formats_of_earlier_versions_are_refused_with_what_to_use(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = argparse.ArgumentParser()
-    options.add_arguments(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["prompts.txt", "--format", name])
-    assert "parquet has the same table" in capsys.readouterr().err
-    assert parser.parse_args(["prompts.txt"]).format == "parquet"

@@ -198,7 +198,7 @@ import sys
 module = sys.modules.get({LIMITS!r})
 gc.unfreeze()  # A server hides what it has made at the start.
 for one in gc.get_objects():
-    if module is not None and type(one) is module.RowLimits and one.limits:
+    if module is not None and type(one) is module.InflightLimit and one.limits:
         one.limits[module.RESULTS] = {size.replace("DEFAULT", "module.RESULT_BYTES")}
 """
     run_in(server, source)

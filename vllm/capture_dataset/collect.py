@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 from vllm import __version__
-from vllm.capture_dataset.manifest import Manifest, ShardFile, manifest_path, taken
+from vllm.capture_dataset.manifest import NAME, Manifest, ShardFile, taken
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.prompts import Prompt
@@ -23,7 +23,7 @@ def begin(plan: Plan) -> Manifest:
 
     """
     folder, facts = plan.output.folder, plan.facts()
-    there = manifest_path(folder).is_file()
+    there = (folder / NAME).is_file()
     if there and not plan.output.resume:
         raise taken(folder)
     if not there:
@@ -99,19 +99,19 @@ def _collect_here(
         rows = len(item.positions) * len(plan.rows.taps)
         progress.done(len(item.token_ids), rows, rows * plan.row_bytes)
 
-    def store(shard: Shard, stop_sample: int) -> None:
+    def store(shard: Shard) -> None:
         """Write and note a shard; runs on the writer's thread."""
-        note(folder.write(shard, stop_sample))
+        note(folder.write(shard))
 
     writing: Future[None] | None = None
     # Leaving the block waits for the shard that is being written, so computed rows are
     # kept.
     with ThreadPoolExecutor(1, "capture-dataset-writer") as pool:
         for index, prompts in enumerate(plan.shards(first), number):
-            shard, stop = run_shard(plan, runner, index, prompts, count)
+            shard = run_shard(plan, runner, index, prompts, count)
             if writing is not None:
                 writing.result()
-            writing = pool.submit(store, shard, stop)
+            writing = pool.submit(store, shard)
         if writing is not None:
             writing.result()
 
@@ -122,8 +122,8 @@ def run_shard(
     number: int,
     prompts: list[Prompt],
     count: Callable[[Captured], None] = lambda _: None,
-) -> tuple[Shard, int]:
-    """A shard with its rows, and the number of the sample after its last.
+) -> Shard:
+    """A shard with its rows.
 
     Args:
         plan: the plan of the data set.
@@ -138,7 +138,7 @@ def run_shard(
         items.append(item)
         count(item)
     items.sort(key=lambda item: item.prompt.entry.sample)
-    shard = Shard(
+    return Shard(
         number,
         items,
         plan.rows.taps,
@@ -146,4 +146,3 @@ def run_shard(
         plan.stored_dtype,
         plan.readouts,
     )
-    return shard, items[-1].prompt.entry.sample + 1

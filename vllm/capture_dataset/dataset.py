@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 
 from vllm.capture_dataset.manifest import Manifest, checksum
-from vllm.capture_dataset.readers import READERS, ShardReader, open_shard
+from vllm.capture_dataset.readers import READERS, ShardReader
 from vllm.capture_dataset.readouts import ReadoutColumn, from_facts
 from vllm.capture_dataset.view import LayerView
 from vllm.v1.capture.errors import fail
@@ -62,8 +62,9 @@ class CaptureDataset:
     @cached_property
     def shards(self) -> list[ShardReader]:
         """The readers of all shards."""
+        opened = READERS[self.facts["format"]]
         return [
-            open_shard(self.folder, shard.file, self.facts, self.taps)
+            opened(self.folder / shard.file, self.facts, self.taps)
             for shard in self.manifest.shards
         ]
 

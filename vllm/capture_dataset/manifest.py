@@ -4,7 +4,7 @@
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from vllm.v1.capture.errors import fail
 
 NAME = "_manifest.json"
 """Readers of folders, such as pandas and pyarrow, skip names that begin with `_`."""
-EARLIER_NAME = "manifest.json"
 KIND = "clearbox capture data set"
 FORMAT_VERSION = 1
 LAYER_CONVENTION = "0-based block index"
@@ -49,10 +48,6 @@ class ShardFile:
                 raise ValueError(f"{name!r} is no file of the folder")
         return shard
 
-    def as_dict(self) -> dict[str, Any]:
-        """The shard's entry as plain data."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
 
 @dataclass(slots=True)
 class Manifest:
@@ -74,7 +69,7 @@ class Manifest:
             CaptureValidationError: there is no manifest, or it is not of this kind.
 
         """
-        path = manifest_path(folder)
+        path = folder / NAME
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content["format_version"]
@@ -108,7 +103,7 @@ class Manifest:
             "about": self.about,
             "complete": self.complete,
             "counts": counts,
-            "shards": [shard.as_dict() for shard in self.shards],
+            "shards": [asdict(shard) for shard in self.shards],
         }
         aside = folder / f".{NAME}"
         with aside.open("w", encoding="utf-8") as opened:
@@ -116,7 +111,6 @@ class Manifest:
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(aside, folder / NAME)
-        (folder / EARLIER_NAME).unlink(missing_ok=True)
 
     def check_same(self, facts: dict[str, Any], folder: Path) -> None:
         """Refuse to resume another data set.
@@ -145,12 +139,6 @@ class Manifest:
                 del self.shards[index:]
                 return dropped
         return 0
-
-
-def manifest_path(folder: Path) -> Path:
-    """The manifest of a folder, which earlier versions gave another name."""
-    earlier = folder / EARLIER_NAME
-    return earlier if earlier.is_file() else folder / NAME
 
 
 def taken(folder: Path) -> Exception:

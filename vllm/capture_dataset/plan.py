@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from vllm.capture_dataset.formats.saelens import HOOK_NAMES
 from vllm.capture_dataset.manifest import LAYER_CONVENTION
 from vllm.capture_dataset.progress import human_bytes
 from vllm.capture_dataset.prompts import Prompt, Tokens
@@ -280,11 +281,10 @@ def _check_names(rows: RowsSpec, model: ModelFacts) -> None:
         CaptureValidationError: naming the hook point.
 
     """
-    known = {"pre_attn", "post_attn", "post_block", "attn_add", "mlp_add"}
-    if unknown := [hook for hook in rows.hooks if hook not in known]:
+    if unknown := [hook for hook in rows.hooks if hook not in HOOK_NAMES]:
         raise fail(
             f"hook: {unknown[0]!r} of this model has no name in TransformerLens, which "
-            f"the format saelens needs; use {sorted(known)}, or another --format",
+            f"the format saelens needs; use {sorted(HOOK_NAMES)}, or another --format",
             "hook",
             unknown[0],
         )

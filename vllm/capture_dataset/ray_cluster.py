@@ -11,7 +11,7 @@ import pickle
 import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -341,6 +341,6 @@ class _Writer:
         prompts = pickle.loads(batch["prompts"][0])
         with self._computes:
             number = int(batch["number"][0])
-            shard, stop = run_shard(self._plan, self._runner, number, prompts)
-        done = self._folder.write(shard, stop)
-        return {"shard": [pickle.dumps(done.as_dict())]}
+            shard = run_shard(self._plan, self._runner, number, prompts)
+        done = self._folder.write(shard)
+        return {"shard": [pickle.dumps(asdict(done))]}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy readers of shards, by format: columns, and values by tap and row."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -21,25 +22,10 @@ def not_beside(facts: dict[str, Any]) -> list[str]:
     return ["layer", "hook", "values", *(one.name for one in readouts if one.taps)]
 
 
-class ShardReader(Protocol):
-    """Reads one shard; `num_rows` counts the rows of one tap."""
-
-    num_rows: int
-
-    def columns(self) -> pa.Table:
-        """All columns except layer, hook and values: one line per row of any tap."""
-
-    def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
-        """Rows `[stop - first, hidden_size]` of the tap with this index."""
-
-    def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
-        """A readout's column for the rows of a tap, `[num_rows]`."""
-
-
 class ParquetShard:
     """Reads Parquet files, with several row groups per tap."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
+    def __init__(self, path: Path, facts: dict[str, Any], taps: list[Tap]) -> None:
         self._path = path
         self._file = pq.ParquetFile(path, memory_map=True)
         self._width = facts["model"]["hidden_size"]
@@ -49,17 +35,18 @@ class ParquetShard:
             metadata.row_group(number).num_rows
             for number in range(metadata.num_row_groups)
         ]
-        self._per_tap = len(self._sizes) // num_taps
-        self.num_rows = metadata.num_rows // num_taps
+        self._per_tap = len(self._sizes) // len(taps)
+        self.num_rows = metadata.num_rows // len(taps)
+        """Rows of one tap."""
 
     def columns(self) -> pa.Table:
-        """See `ShardReader`."""
+        """All columns except layer, hook and values: one line per row of any tap."""
         names = self._file.schema_arrow.names
         names = [n for n in names if n not in self._not_beside]
         return self._file.read_row_groups(range(self._per_tap), columns=names)
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
-        """See `ShardReader`."""
+        """Rows `[stop - first, hidden_size]` of the tap with this index."""
         parts, start = [], 0
         for group in range(tap * self._per_tap, (tap + 1) * self._per_tap):
             size = self._sizes[group]
@@ -71,7 +58,7 @@ class ParquetShard:
         return torch.cat(parts) if parts else torch.empty(0, self._width)
 
     def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
-        """See `ShardReader`."""
+        """A readout's column for the rows of a tap, `[num_rows]`."""
         groups = range(tap * self._per_tap, (tap + 1) * self._per_tap)
         return self._file.read_row_groups(groups, columns=[column.name]).column(0)
 
@@ -79,12 +66,10 @@ class ParquetShard:
 class SafetensorsShard:
     """Reads Safetensors files, with a tensor per tap; columns are in another file."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], num_taps: int) -> None:
+    def __init__(self, path: Path, facts: dict[str, Any], taps: list[Tap]) -> None:
         self._path = path
         self._beside = path.with_suffix(".rows.parquet")
-        self._taps = [
-            (layer, hook) for layer in facts["layers"] for hook in facts["hooks"]
-        ]
+        self._taps = taps
         self._by_tap = {
             beside(column, tap)
             for column in from_facts(facts).values()
@@ -93,21 +78,21 @@ class SafetensorsShard:
         self.num_rows = pq.read_metadata(self._beside).num_rows
 
     def columns(self) -> pa.Table:
-        """See `ShardReader`."""
+        """See `ParquetShard`."""
         names = pq.read_schema(self._beside).names
         return pq.read_table(
             self._beside, columns=[name for name in names if name not in self._by_tap]
         )
 
     def readout(self, tap: int, column: ReadoutColumn) -> pa.ChunkedArray:
-        """See `ShardReader`."""
+        """See `ParquetShard`."""
         if column.taps and self._taps[tap] not in column.taps:
             return pa.chunked_array([pa.nulls(self.num_rows, column.type)])
         name = beside(column, self._taps[tap])
         return pq.read_table(self._beside, columns=[name]).column(0)
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:
-        """See `ShardReader`."""
+        """See `ParquetShard`."""
         from safetensors import safe_open
 
         layer, hook = self._taps[tap]
@@ -116,15 +101,11 @@ class SafetensorsShard:
         return rows
 
 
-READERS: dict[str, Any] = {
+ShardReader: TypeAlias = ParquetShard | SafetensorsShard
+READERS: dict[str, Callable[[Path, dict[str, Any], list[Tap]], ShardReader]] = {
     "parquet": ParquetShard,
     "safetensors": SafetensorsShard,
 }
-
-
-def open_shard(folder: Path, file: str, facts: dict[str, Any], taps: list[Tap]) -> Any:
-    """Open a shard with the reader of its format."""
-    return READERS[facts["format"]](folder / file, facts, len(taps))
 
 
 def _rows_of(values: Any, width: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.residual.selectors import parse_positions
+from vllm.v1.residual.spans import selected
 
 INTEGERS = ("token_ids", "features", "keys")
 """Arrays of readouts that are int32 in an engine."""
@@ -221,23 +222,16 @@ def _is_lost(error: Exception) -> bool:
 def positions_of(selector: Any, num_prompt: int, num_generated: int) -> list[int]:
     """The positions that a selector stands for, in a request that has ended."""
     end = num_prompt + num_generated - 1
+    named = {
+        "last_prompt": (num_prompt - 1, num_prompt),
+        "all_prompt": (0, num_prompt),
+        "all_generated": (num_prompt, end),
+        "last_generated": (max(num_prompt, end - 1), end),
+        "all": (0, end),
+    }
     spans = parse_positions(selector, "positions", fail)
-    match spans:
-        case "last_prompt":
-            spans = ((num_prompt - 1, num_prompt),)
-        case "all_prompt":
-            spans = ((0, num_prompt),)
-        case "all_generated":
-            spans = ((num_prompt, end),)
-        case "last_generated":
-            spans = ((max(num_prompt, end - 1), end),)
-        case "all":
-            spans = ((0, end),)
-    found: set[int] = set()
-    for first, stop in spans:
-        start = num_prompt if first < 0 else 0
-        found.update(range(start + first, min(start + stop, end)))
-    return sorted(found)
+    spans = (named[spans],) if isinstance(spans, str) else spans
+    return selected(spans, num_prompt, 0, end)
 
 
 def _tensors(rows: RowSet, dtype: str) -> RowsByTap:

@@ -73,7 +73,7 @@ class ShardFolder:
         shutil.rmtree(self._aside, ignore_errors=True)
         self._aside.mkdir(parents=True)
 
-    def write(self, shard: Shard, stop_sample: int) -> ShardFile:
+    def write(self, shard: Shard) -> ShardFile:
         """Write a shard and rename it to its final name.
 
         Raises:
@@ -99,7 +99,7 @@ class ShardFolder:
             file=written[0].name,
             files=sums,
             first_sample=shard.items[0].prompt.entry.sample,
-            stop_sample=stop_sample,
+            stop_sample=shard.items[-1].prompt.entry.sample + 1,
             num_prompts=len(shard.items),
             num_rows=rows,
             num_value_bytes=rows * values,

@@ -9,8 +9,6 @@ from typing import Any
 from vllm.v1.residual.tap import Tap
 
 FORMATS = ("parquet", "safetensors", "saelens")
-EARLIER_FORMATS = ("arrow", "filesystem", "zarr")
-"""Formats of earlier versions, which are refused."""
 VALUE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a stored value, by dtype."""

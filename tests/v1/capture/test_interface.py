@@ -14,12 +14,6 @@ import torch
 import vllm.v1.capture as capture
 from tests.v1.capture.consumers._drive import context, deliver, rows_of
 from vllm.config.steering_types import SteeringHookPacked, unpack_steering_vectors
-from vllm.v1.capture import (
-    CaptureSpec,
-    captured_prompt_positions,
-    min_captured_prompt_position,
-    spec_touches_prompt,
-)
 from vllm.v1.capture.consumers.filesystem import (
     CaptureStore,
     FilesystemConsumer,
@@ -44,24 +38,6 @@ def test_the_package_loads_nothing_by_itself() -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert told.stdout.split()[-1] == "False", told.stderr[-500:]
-
-
-@pytest.mark.parametrize(
-    ("positions", "expected"),
-    [
-        ("last_prompt", [4]),
-        ("all_prompt", [0, 1, 2, 3, 4]),
-        ("all", [0, 1, 2, 3, 4]),
-        ("all_generated", []),
-        ([7, 1, 3], [1, 3]),
-    ],
-)
-def test_prompt_positions_of_a_spec(positions: Any, expected: list[int]) -> None:
-    spec = CaptureSpec({"post_block": [0]}, positions)
-    assert captured_prompt_positions(spec, 5) == expected
-    first = min_captured_prompt_position(spec, 5)
-    assert first == (expected[0] if expected else None)
-    assert spec_touches_prompt(spec, 5) == bool(expected)
 
 
 def test_a_context_tells_of_every_parallelism() -> None:

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from tests.v1.capture._strategies import HOOKS, context, positions
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.selectors import parse_spec
-from vllm.v1.capture.types import CaptureSpec, captured_prompt_positions
+from vllm.v1.capture.types import (
+    CaptureSpec,
+    captured_prompt_positions,
+    min_captured_prompt_position,
+    spec_touches_prompt,
+)
 from vllm.v1.residual.row_selection import resolve_positions
 from vllm.v1.residual.spans import LAST_ROW, OPEN_END
 
@@ -70,7 +75,10 @@ def test_a_position_selector_follows_the_rule_of_rows(
 ) -> None:
     assert resolve_positions(selector, context(5, 4), WHERE, fail) == ranges
     in_prompt = [p for first, stop in ranges for p in range(first, min(stop, 5))]
-    assert captured_prompt_positions(CaptureSpec({}, selector), 5) == in_prompt
+    spec = CaptureSpec({}, selector)
+    assert captured_prompt_positions(spec, 5) == in_prompt
+    assert min_captured_prompt_position(spec, 5) == min(in_prompt, default=None)
+    assert spec_touches_prompt(spec, 5) == bool(in_prompt)
 
 
 @pytest.mark.parametrize("name", ["resid_post", "hook_resid_post", "post_block"])

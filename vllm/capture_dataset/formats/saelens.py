@@ -20,14 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from vllm.capture_dataset.table import Shard
+from vllm.v1.residual.sae.places import TRANSFORMER_LENS
 
-HOOK_NAMES = {
-    "pre_attn": "hook_resid_pre",
-    "post_attn": "hook_resid_mid",
-    "post_block": "hook_resid_post",
-    "attn_add": "hook_attn_out",
-    "mlp_add": "hook_mlp_out",
-}
+HOOK_NAMES = {ours: name for name, ours in TRANSFORMER_LENS.items()}
 INFO, STATE = "dataset_info.json", "state.json"
 IDS = "token_ids"
 """The column of token ids."""

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vllm.capture_dataset.table import Shard
@@ -16,7 +15,14 @@ ROWS_PER_GROUP = 1 << 16
 def write_parquet(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]:
     """Write `{path}.parquet`."""
     path = path.with_suffix(".parquet")
-    schema = _schema(shard, facts)
+    metadata = {
+        "model": facts["model"]["name"],
+        "layer_convention": facts["layer_convention"],
+        "captured_dtype": facts["model"]["dtype"],
+        "stored_dtype": shard.stored_dtype,
+        "facts": json.dumps(facts),
+    }
+    schema = shard.schema(facts["model"]["hidden_size"], metadata)
     beside = [name for name in schema.names if name != "values"]
     with pq.ParquetWriter(
         path,
@@ -29,15 +35,3 @@ def write_parquet(shard: Shard, path: Path, facts: dict[str, Any]) -> list[Path]
         for tap in shard.taps:
             writer.write_batch(shard.batch(tap, schema), row_group_size=ROWS_PER_GROUP)
     return [path]
-
-
-def _schema(shard: Shard, facts: dict[str, Any]) -> pa.Schema:
-    width = facts["model"]["hidden_size"]
-    metadata = {
-        "model": facts["model"]["name"],
-        "layer_convention": facts["layer_convention"],
-        "captured_dtype": facts["model"]["dtype"],
-        "stored_dtype": shard.stored_dtype,
-        "facts": json.dumps(facts),
-    }
-    return shard.schema(width, metadata)

@@ -128,12 +128,13 @@ class _Files:
         returned = values.get("return_mode", "metadata")
         return cls(values["root"], encoding, returned, world_size)
 
-    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+    def publish(
+        self,
+        request: StoredRequest,
+        finalizes: list[CaptureFinalize],
+        workspace: Workspace,
+    ) -> None:
         """Write one file per layer; the manifest is the payload of the first key."""
-        finalizes = request.writable()
-        if not finalizes:
-            request.settle(())
-            return
         sidecar = finalizes[0].sidecar
         name = folder_name(sidecar)
         folder = workspace.folder(name)

@@ -11,14 +11,18 @@ from vllm.config.capture import CaptureConfig, ConsumerConfig, parse_consumer
 from vllm.config.capture_consumers import expand_graphsafe_keys
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.capture.capabilities import has_own_name, name_of, truncates
+from vllm.v1.capture.capabilities import (
+    has_own_name,
+    name_of,
+    runs_in_steps,
+    truncates,
+)
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.foreign_variables import consumers_of_variables
 from vllm.v1.capture.registry import (
     check_consumer,
     check_params,
     consumer_class,
-    is_step_consumer,
 )
 from vllm.v1.residual.sizes import default_staging_bytes, num_layers, row_bytes
 from vllm.v1.residual.tap import AFTER, HOOK_NAMES, MLP_POINTS, OPTIONAL_POINTS
@@ -28,6 +32,12 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger(__name__)
+
+_OPTIONS = (
+    *("host_memory_bytes", "dispatch_queue_size", "dispatch_queue_bytes"),
+    *("overload_policy", "spill_dir", "spill_max_bytes"),
+)
+"""Fields of the configuration that are options named `capture_FIELD`."""
 
 _READY: dict[str, dict[str, Any]] = {}
 """Ready-made consumer instances of this process, by `CaptureConfig.driver_key`.
@@ -49,7 +59,7 @@ def capture_config(
 
     """
     _check_override(args.capture_consumers_config_override)
-    entries: list[Any] = [*consumers_of_variables()]
+    entries = [parse_consumer(one) for one in consumers_of_variables()]
     ready: dict[str, Any] = {}
     given: Any = args.capture_consumers or []
     for entry in given if isinstance(given, (list, tuple)) else [given]:
@@ -61,7 +71,7 @@ def capture_config(
                 value=entry.__name__,
             )
         if isinstance(entry, (str, dict)):
-            entries.append(entry)
+            entries.append(parse_consumer(entry))
         else:
             name = name_of(entry)
             check_consumer(entry, name)
@@ -75,11 +85,12 @@ def capture_config(
                 )
             ready[_free_name(entry, name, ready)] = entry
     if args.vllm_lens_api:
-        entries.append("vllm_lens")
-    if args.interp_engine_api and not any(_has_name(e, "inline") for e in entries):
-        entries.append("inline")
+        entries.append(ConsumerConfig("vllm_lens"))
+    if args.interp_engine_api and not _has(entries, "inline"):
+        entries.append(ConsumerConfig("inline"))
     entries += _patch_sources(args, entries)
-    steps, entries = _split(entries)
+    steps = [one for one in entries if runs_in_steps(consumer_class(one.name))]
+    entries = [entry for entry in entries if entry not in steps]
     if steps:
         _check_steps(args, steps)
     key = ""
@@ -99,15 +110,8 @@ def capture_config(
             int(memory * args.gpu_memory_utilization),
             3 if reads else 2,
         )
-    chosen: dict[str, Any] = {
-        "staging_bytes": staging,
-        "host_memory_bytes": args.capture_host_memory_bytes,
-        "dispatch_queue_size": args.capture_dispatch_queue_size,
-        "dispatch_queue_bytes": args.capture_dispatch_queue_bytes,
-        "overload_policy": args.capture_overload_policy,
-        "spill_dir": args.capture_spill_dir,
-        "spill_max_bytes": args.capture_spill_max_bytes,
-    }
+    chosen = {name: getattr(args, f"capture_{name}") for name in _OPTIONS}
+    chosen["staging_bytes"] = staging
     config = CaptureConfig(
         consumers=entries,
         step_consumers=steps,
@@ -176,13 +180,6 @@ def _takes_actions(args: "EngineArgs", steps: list[ConsumerConfig]) -> bool:
     return True
 
 
-def _split(entries: list[Any]) -> tuple[list[ConsumerConfig], list[Any]]:
-    """Consumers that run within each step, and the others."""
-    parsed = [(one, parse_consumer(one)) for one in entries]
-    steps = [entry for _, entry in parsed if is_step_consumer(entry.name)]
-    return steps, [raw for raw, entry in parsed if entry not in steps]
-
-
 def _check_steps(args: "EngineArgs", steps: list[ConsumerConfig]) -> None:
     """Refuse configurations in which steps do not follow one another.
 
@@ -209,12 +206,14 @@ def _check_steps(args: "EngineArgs", steps: list[ConsumerConfig]) -> None:
         )
 
 
-def _has_name(entry: str | dict[str, Any], name: str) -> bool:
-    """Whether an entry is a consumer under its own name."""
-    return parse_consumer(entry).instance_name == name
+def _has(entries: list[ConsumerConfig], name: str) -> bool:
+    """Whether there is an instance of this name."""
+    return any(entry.instance_name == name for entry in entries)
 
 
-def _patch_sources(args: "EngineArgs", entries: list[Any]) -> list[dict[str, Any]]:
+def _patch_sources(
+    args: "EngineArgs", entries: list[ConsumerConfig]
+) -> list[ConsumerConfig]:
     """The consumer that `--enable-patching` adds."""
     most = args.patch_source_cache_bytes
     if not args.enable_patching:
@@ -225,10 +224,10 @@ def _patch_sources(args: "EngineArgs", entries: list[Any]) -> list[dict[str, Any
                 value=most,
             )
         return []
-    if any(_has_name(entry, "patch_source") for entry in entries):
+    if _has(entries, "patch_source"):
         return []
     params = {} if most is None else {"max_bytes": most}
-    return [{"name": "patch_source", "params": params}]
+    return [ConsumerConfig("patch_source", params=params)]
 
 
 def _free_name(entry: Any, name: str, taken: Collection[str]) -> str:

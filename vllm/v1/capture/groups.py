@@ -90,12 +90,6 @@ class GroupEnd(msgspec.Struct, frozen=True, array_like=True):
         """The key of each tap."""
         return [(self.request_id, *tap) for tap in self.taps]
 
-    def finalizes(self) -> Iterator[CaptureFinalize]:
-        """The end of each key."""
-        for key in self.keys:
-            sidecar = {**self.sidecar, "layer": key[1], "hook": key[2]}
-            yield CaptureFinalize(key, sidecar)
-
 
 def chunks_in(items: Iterable[GroupChunk]) -> list[CaptureChunk]:
     """The chunks of single keys, in order."""

@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "vllm.capture_consumers"
 
-SIDECAR_FIELDS = frozenset(
+REQUIRABLE_FIELDS = frozenset(
     {
-        "after",
-        "capture_error",
-        "capture_note",
         "client_request_id",
         "client_spec",
-        "dropped_rows",
         "dtype",
         "finish_reason",
         "hidden_size",
@@ -50,22 +46,17 @@ SIDECAR_FIELDS = frozenset(
         "pipeline_parallel_rank",
         "pipeline_parallel_size",
         "positions",
-        "readout",
         "sample_index",
         "token_ids",
         "vllm_internal_request_id",
     }
 )
-"""All fields that a sidecar may have."""
-
-REQUIRABLE_FIELDS = SIDECAR_FIELDS - {
-    "after",
-    "capture_error",
-    "capture_note",
-    "dropped_rows",
-    "readout",
-}
 """The fields that every sidecar has, which a consumer may require."""
+
+SIDECAR_FIELDS = REQUIRABLE_FIELDS.union(
+    ("after", "capture_error", "capture_note", "dropped_rows", "readout")
+)
+"""All fields that a sidecar may have."""
 
 
 def consumer_names() -> list[str]:
@@ -181,11 +172,6 @@ def _problem_in_steps(thing: Any) -> str | None:
     if missing:
         return f"it runs within each step and leaves {', '.join(missing)} undefined"
     return None
-
-
-def is_step_consumer(name: str) -> bool:
-    """Whether the consumer of an entry point runs within each step."""
-    return runs_in_steps(consumer_class(name))
 
 
 def build_consumer(entry: "ConsumerConfig", vllm_config: "VllmConfig") -> Any:

@@ -67,12 +67,7 @@ class RowsByTap(dict[Tap, torch.Tensor]):
 
     def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
         """Add the rows of a tap; `facts` has the form that `facts_of` returns."""
-        self[tap] = rows
-        self.positions[tap] = _as_list(facts["positions"])
-        self.token_ids[tap] = _as_list(facts["token_ids"])
-        self.encoding = facts["encoding"]
-        self.transport = facts.get("transport", "http")
-        self.heads = facts.get("heads", [])
+        self.put_all([tap], rows[None], facts)
 
     def put_all(
         self, taps: Sequence[Tap], rows: torch.Tensor, facts: dict[str, Any]

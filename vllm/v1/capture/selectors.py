@@ -14,6 +14,7 @@ from vllm.v1.residual.point_shapes import shape_of
 from vllm.v1.residual.row_selection import parse_hooks, resolve_positions
 from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
 from vllm.v1.residual.selectors import parse_positions
+from vllm.v1.residual.spans import absolute
 
 MAX_VALUES = 1 << 16
 """Maximum number of values in a request's `capture` field.
@@ -151,16 +152,8 @@ def within_reach(spec: CaptureSpec, ctx: CaptureContext) -> CaptureSpec | None:
     if isinstance(selected, str) or ctx.max_tokens is None:
         return spec
     prompt = ctx.num_prompt_tokens
-    end = prompt + ctx.max_tokens - 1
     spans = parse_positions(selected, "positions", fail)
     assert not isinstance(spans, str)
-    shifted = (
-        (first + prompt, stop + prompt) if first < 0 else (first, stop)
-        for first, stop in spans
-    )
-    reached = [
-        [max(first, 0), min(stop, end) - 1]
-        for first, stop in shifted
-        if first < end and stop > 0
-    ]
+    within = absolute(spans, prompt, 0, prompt + ctx.max_tokens - 1)
+    reached = [[part.start, part.stop - 1] for part in within]
     return replace(spec, positions={"ranges": reached}) if reached else None

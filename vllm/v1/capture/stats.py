@@ -61,28 +61,15 @@ class MemoryCounters(msgspec.Struct):
         return sum(self.owners.values())
 
 
-TOTALS = (
-    "rows",
-    "bytes",
-    "spilled_rows",
-    "spilled_bytes",
-    "rewritten_bytes",
-    "dropped_rows",
-    "failed_rows",
-    "requests",
-)
-"""Fields of `LaneCounters` that only grow."""
-
 LEVELS = ("queue_depth", "queue_bytes", "spill_bytes")
 """Fields of `LaneCounters` that are current values."""
+
+TOTALS = tuple(n for n in LaneCounters.__struct_fields__ if n not in LEVELS)
+"""Fields of `LaneCounters` that only grow."""
 
 
 def added(counters: Iterable[LaneCounters]) -> LaneCounters:
     """Field-wise sum, for instances in several processes."""
     found = list(counters)
-    return LaneCounters(
-        **{
-            name: sum(getattr(each, name) for each in found)
-            for name in (*TOTALS, *LEVELS)
-        }
-    )
+    names = LaneCounters.__struct_fields__
+    return LaneCounters(*[sum(getattr(each, n) for each in found) for n in names])

@@ -15,6 +15,7 @@ from vllm.v1.residual.row_selection import (
     VllmInternalRequestId as VllmInternalRequestId,
 )
 from vllm.v1.residual.selectors import as_list, parse_positions
+from vllm.v1.residual.spans import selected
 from vllm.v1.residual.tap import HOOK_NAMES as HOOK_NAMES
 from vllm.v1.residual.tap import HookName as HookName
 
@@ -84,13 +85,7 @@ def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list
             return []
     spans = parse_positions(positions, "positions", fail)
     assert not isinstance(spans, str)
-    found: set[int] = set()
-    for first, stop in spans:
-        assert isinstance(first, int) and isinstance(stop, int)
-        shift = num_prompt_tokens if first < 0 else 0
-        last = min(stop + shift, num_prompt_tokens)
-        found.update(range(max(first + shift, 0), last))
-    return sorted(found)
+    return selected(spans, num_prompt_tokens, 0, num_prompt_tokens)
 
 
 def min_captured_prompt_position(

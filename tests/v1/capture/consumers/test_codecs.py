@@ -63,15 +63,12 @@ def test_blocks_do_not_change_the_rows(
     assert torch.equal(got, there_and_back(name, rows))
 
 
-@pytest.mark.parametrize("text", ["", "gzip", "raw:1", None, 3])
+@pytest.mark.parametrize("text", ["", "gzip", "raw:1", "rp8:256", None, 3])
 def test_what_is_no_codec_is_refused(text: object) -> None:
     with pytest.raises(CaptureValidationError, match="codec must be raw or zstd"):
         parse_codec(text, "codec")
 
 
-@pytest.mark.parametrize("text", ["full8", "rp8", "rp8:256:1", "topk8:64"])
-def test_codecs_of_earlier_versions_are_refused_with_what_to_use(text: str) -> None:
-    with pytest.raises(CaptureValidationError, match="zstd.*VLLM_ACT_CAPTURE=1"):
-        parse_codec(text, "codec")
+def test_a_file_of_an_unknown_codec_needs_another_version() -> None:
     with pytest.raises(ValueError, match="the version that wrote it"):
-        codec_of({"name": text})
+        codec_of({"name": "rp8"})

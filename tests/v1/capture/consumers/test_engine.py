@@ -10,6 +10,7 @@ import pyarrow.dataset as ds
 import pytest
 import torch
 
+from tests.support.models import llama
 from vllm.v1.capture.consumers.arrow import rows_of
 from vllm.v1.capture.consumers.filesystem import read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
@@ -27,27 +28,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(root: Path) -> Iterator[Any]:
-    transformers = pytest.importorskip("transformers")
+    from vllm import LLM
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        config = transformers.LlamaConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-        )
-        torch.manual_seed(0)
-        model = root / "model"
-        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
-        from vllm import LLM
-
         yield LLM(
-            model=str(model),
+            model=str(llama(root / "model")),
             skip_tokenizer_init=True,
             dtype="bfloat16",
             enforce_eager=True,
@@ -130,16 +116,6 @@ def test_inline_and_every_layout_and_the_tables_agree(llm: Any, root: Path) -> N
             tensor = rows[row["layer"], row["hook"]][row["position"]]
             assert torch.equal(values, tensor)
             assert row["token_id"] == tokens[row["position"]]
-
-
-def test_samples_of_a_request_have_files_of_their_own(llm: Any) -> None:
-    (output,) = generate(llm, [{"inline": spec(positions="all_generated")}], n=2)
-    payload = output.capture_results["inline"].payload
-    assert payload.keys() == {0, 1}
-    for index, sample in enumerate(output.outputs):
-        rows = payload[index]
-        assert rows.token_ids[0, "pre_attn"] == list(sample.token_ids)[:-1]
-        assert len(rows[0, "pre_attn"]) == MAX_TOKENS - 1
 
 
 def test_requests_that_share_an_id_and_asked_for_nothing_have_files_each(

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.v1.capture.consumers._drive import context, deliver, rows_of
 from vllm.v1.capture.consumers.filesystem import (
     CaptureStore,
-    FilesystemCaptureRequest,
     FilesystemConsumer,
     read_packed,
     read_per_file,
@@ -162,11 +161,6 @@ def test_a_request_chooses_its_layout_codec_tag_and_name(tmp_path: Path) -> None
     assert_same(read_request(tmp_path, "a_b", "x_y"), rows)
 
 
-def test_samples_have_folders_of_their_own(tmp_path: Path) -> None:
-    deliver(consumer_at(tmp_path), {"r": some_rows()}, num_samples=2, sample_index=1)
-    assert (tmp_path / "default" / "r-1").is_dir()
-
-
 @pytest.mark.parametrize("layout", ["per_file", "packed"])
 def test_on_collision(tmp_path: Path, layout: str) -> None:
     first, second = some_rows(5), some_rows(3)
@@ -260,12 +254,6 @@ def test_wrong_requests_are_refused(tmp_path: Path, spec: dict[str, str]) -> Non
     raw = {"hooks": {"post_block": [0]}, **spec}
     with pytest.raises(CaptureValidationError, match=next(iter(spec))):
         consumer_at(tmp_path).validate_client_spec(raw, context())
-
-
-def test_a_request_object_is_a_spec(tmp_path: Path) -> None:
-    request = FilesystemCaptureRequest(hooks={"post_block": "all"}, tag="t")
-    spec = consumer_at(tmp_path).validate_client_spec(request, context())
-    assert spec.hooks == {"post_block": [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize("layouts", [("per_file", "per_file"), ("packed", "per_file")])

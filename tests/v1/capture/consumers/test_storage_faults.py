@@ -33,6 +33,17 @@ def request_rows(seed: int) -> dict[tuple[int, str], torch.Tensor]:
 UNLIMITED = 1 << 60
 
 
+def send(
+    lane: SinkLane,
+    name: str,
+    answers: dict[str, CaptureResult],
+    rows: dict[tuple[int, str], torch.Tensor],
+) -> None:
+    for tap, tensor in rows.items():
+        lane.submit(chunks_of(name, tap, tensor, 3))
+    lane.finish(ending_of(name, rows, answers))
+
+
 class Disk:
     """A disk with `free` bytes left, whose writes may hang."""
 
@@ -109,24 +120,21 @@ def test_a_root_that_vanishes_is_reported_and_may_come_back(
     answers: dict[str, CaptureResult] = {}
     lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
 
-    def send(request_id: str) -> CaptureResult:
-        rows = request_rows(0)
-        for tap, tensor in rows.items():
-            lane.submit(chunks_of(request_id, tap, tensor, 3))
-        lane.finish(ending_of(request_id, rows, answers))
+    def sent(request_id: str) -> CaptureResult:
+        send(lane, request_id, answers, request_rows(0))
         limit = time.monotonic() + 20
         while request_id not in answers and time.monotonic() < limit:
             time.sleep(0.01)
         return answers[request_id]
 
-    assert send("before").status == "ok"
+    assert sent("before").status == "ok"
     shutil.rmtree(root)
-    lost = send("lost")
+    lost = sent("lost")
     assert lost.status == "error"
     assert "FileNotFoundError" in lost.error
     assert not root.exists()  # the file system under a missing mount is not filled
     root.mkdir()
-    assert send("after").status == "ok"
+    assert sent("after").status == "ok"
     lane.close(20)
     assert read_request(root, "default", "after").keys() == set(TAPS)
 
@@ -143,10 +151,7 @@ def test_a_writer_that_hangs_is_given_up(
     lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
     begin = time.monotonic()
     for name in ("a", "b"):
-        rows = request_rows(0)
-        for tap, tensor in rows.items():
-            lane.submit(chunks_of(name, tap, tensor, 3))
-        lane.finish(ending_of(name, rows, answers))
+        send(lane, name, answers, request_rows(0))
     while len(answers) < 2 and time.monotonic() - begin < 40:
         time.sleep(0.02)
     assert len(answers) == 2, "they still wait for the disk"
@@ -166,10 +171,7 @@ def test_a_stop_waits_for_no_disk_that_hangs(
     consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
     answers: dict[str, CaptureResult] = {}
     lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
-    rows = request_rows(0)
-    for tap, tensor in rows.items():
-        lane.submit(chunks_of("r", tap, tensor, 3))
-    lane.finish(ending_of("r", rows, answers))
+    send(lane, "r", answers, request_rows(0))
     begin = time.monotonic()
     lane.close(1)
     assert time.monotonic() - begin < 30
@@ -289,10 +291,7 @@ def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
     answers: dict[str, CaptureResult] = {}
     lane = SinkLane("test", consumer, 1 << 20, 100)
     for number in range(6):  # of 3 KiB each
-        rows = request_rows(number)
-        for tap, tensor in rows.items():
-            lane.submit(chunks_of(f"r{number}", tap, tensor, 6))
-        lane.finish(ending_of(f"r{number}", rows, answers))
+        send(lane, f"r{number}", answers, request_rows(number))
     lane.close(30)
     assert not spilled
     assert {result.status for result in answers.values()} == {"ok"}
@@ -310,9 +309,7 @@ def test_spilled_rows_are_counted_logged_and_complete(
     rows = request_rows(0)  # of 3 KiB
     answers: dict[str, CaptureResult] = {}
     lane = SinkLane("test", consumer, 1 << 20, 100)
-    for tap, tensor in rows.items():
-        lane.submit(chunks_of("r", tap, tensor, 3))
-    lane.finish(ending_of("r", rows, answers))
+    send(lane, "r", answers, rows)
     lane.close(20)
     assert answers["r"].status == "ok"
     assert lane.counters().rewritten_bytes >= 1024

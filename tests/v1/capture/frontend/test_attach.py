@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.capture.frontend import frontend
+from vllm.v1.capture.frontend import ends as module
+from vllm.v1.capture.frontend.ends import OfflineEnds
 from vllm.v1.residual.capture_plan import CaptureEnd
 
 END = CaptureEnd("r", "ipc://here", [1], 0, "stop", ["inline"])
@@ -34,18 +35,24 @@ class Core:
         self.utility_results.clear()
 
 
+def sent_to(core: Any) -> OfflineEnds:
+    ends = OfflineEnds(core, "ipc://here")
+    ends._noted.append(END)
+    ends.flush()
+    return ends
+
+
 def test_ends_are_sent_without_waiting_for_the_core() -> None:
     core = Core()
-    send = frontend._Sender(core)
-    send([END])
+    ends = sent_to(core)
     ((kind, (client, number, method, args)),) = core.sent
     assert (kind, client, method, args) == ("UTILITY", 0, "end_captures", ([END],))
     assert list(core.utility_results) == [number]
     began = perf_counter()
-    send.wait(0.1)
+    ends.settle(0.1)
     assert perf_counter() - began >= 0.1, "nothing has answered"
     core.answer()
-    send.wait(60.0)
+    ends.settle(60.0)
     assert perf_counter() - began < 30
 
 
@@ -54,13 +61,12 @@ def test_an_end_that_the_core_refuses_is_logged(
 ) -> None:
     logged: list[str] = []
     monkeypatch.setattr(
-        frontend.logger, "error", lambda text, *args: logged.append(text % args)
+        module.logger, "error", lambda text, *args: logged.append(text % args)
     )
     core = Core()
-    send = frontend._Sender(core)
-    send([END])
+    ends = sent_to(core)
     core.answer(ValueError("no such request"))
-    send.wait(60.0)
+    ends.settle(60.0)
     assert logged == ["The end of captures was not sent: no such request"]
 
 
@@ -69,8 +75,8 @@ def test_a_core_in_this_process_has_them_at_once(
 ) -> None:
     had: list[Any] = []
     monkeypatch.setattr(
-        frontend, "end_captures_now", lambda core, ends: had.append((core, ends))
+        module, "end_captures_now", lambda core, ends: had.append((core, ends))
     )
     core = SimpleNamespace(engine_core="core")
-    frontend._Sender(core)([END])
+    sent_to(core)
     assert had == [("core", [END])]

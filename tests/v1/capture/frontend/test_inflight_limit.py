@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +11,6 @@ from vllm.v1.capture.frontend.inflight_limit import (
     KEEPING,
     RESULTS,
     InflightLimit,
-    RowLimits,
 )
 from vllm.v1.capture.frontend.request_tracker import RequestTracker
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader, TapGroup
@@ -36,23 +34,27 @@ def plan(*instances: str, samples: int = 1) -> CapturePlan:
     return CapturePlan("r", 5, groups, "nowhere", samples)
 
 
+def limit() -> tuple[InflightLimit, RequestTracker]:
+    requests = RequestTracker(None, 1, None, None)  # type: ignore[arg-type]
+    return InflightLimit(CONSUMERS, 8, requests), requests
+
+
 def test_only_rows_that_come_back_count() -> None:
-    held = RowLimits(CONSUMERS, row_bytes=8)
-    assert held.limits == {"inline": 1000}
+    room, _ = limit()
+    assert room.limits == {"inline": 1000}
     # Positions 2 to 5+4-2, at two hook points.
-    assert held.bytes_of(plan("inline", "files"), 4) == {"inline": 6 * 2 * 8}
-    assert held.bytes_of(plan("inline", samples=3), 4) == {"inline": 3 * 6 * 2 * 8}
-    assert held.bytes_of(plan("files"), 4) == {}
+    assert room.bytes_of(plan("inline", "files"), 4) == {"inline": 6 * 2 * 8}
+    assert room.bytes_of(plan("inline", samples=3), 4) == {"inline": 3 * 6 * 2 * 8}
+    assert room.bytes_of(plan("files"), 4) == {}
 
 
 def test_rows_that_outputs_carry_before_the_last_count_as_well() -> None:
-    held = RowLimits(CONSUMERS, row_bytes=8)
-    assert held.bytes_of(plan("inline", LIVE), 4) == {"inline": 2 * 6 * 2 * 8}
+    room, _ = limit()
+    assert room.bytes_of(plan("inline", LIVE), 4) == {"inline": 2 * 6 * 2 * 8}
 
 
 def test_what_is_reserved_counts_until_the_request_is_in_flight() -> None:
-    requests: Any = RequestTracker(None, 1, None, None)  # type: ignore[arg-type]
-    room = InflightLimit(RowLimits(CONSUMERS, row_bytes=8), requests)
+    room, requests = limit()
     first, second = plan("inline"), plan("inline")
     size = 6 * 2 * 8
     for one in (first, second):
@@ -72,12 +74,10 @@ def test_results_of_readouts_count_where_they_have_a_limit() -> None:
     reads = msgspec.structs.replace(
         plan("inline", LIVE), readouts=ReadoutPlan((readout,), result_bytes=70)
     )
-    held = RowLimits(CONSUMERS, row_bytes=8)
-    assert RESULTS not in held.bytes_of(reads, 4), "offline they are the caller's"
-    held.limits[RESULTS] = 100
-    assert held.bytes_of(reads, 4) == {"inline": 2 * 6 * 2 * 8, RESULTS: 70}
-    requests: Any = RequestTracker(None, 1, None, None)  # type: ignore[arg-type]
-    room = InflightLimit(held, requests)
+    room, _ = limit()
+    assert RESULTS not in room.bytes_of(reads, 4), "offline they are the caller's"
+    room.limits[RESULTS] = 100
+    assert room.bytes_of(reads, 4) == {"inline": 2 * 6 * 2 * 8, RESULTS: 70}
     room.reserve(reads, 4)
     with pytest.raises(CaptureValidationError, match="unread responses") as refused:
         room.reserve(msgspec.structs.replace(reads), 4)
@@ -90,13 +90,11 @@ def test_rows_that_wait_for_a_decision_count_where_they_have_a_limit() -> None:
     keeps = msgspec.structs.replace(
         plan("inline", "files"), readouts=ReadoutPlan((readout,), keep_when=(keep,))
     )
-    held = RowLimits(CONSUMERS, row_bytes=8)
+    room, _ = limit()
     size = 6 * 2 * 8
-    assert held.bytes_of(keeps, 4) == {"inline": size}, "offline it is the caller's"
-    held.limits[KEEPING] = 2 * size
-    assert held.bytes_of(keeps, 4) == {"inline": size, KEEPING: size}
-    requests: Any = RequestTracker(None, 1, None, None)  # type: ignore[arg-type]
-    room = InflightLimit(held, requests)
+    assert room.bytes_of(keeps, 4) == {"inline": size}, "offline it is the caller's"
+    room.limits[KEEPING] = 2 * size
+    assert room.bytes_of(keeps, 4) == {"inline": size, KEEPING: size}
     inflight = [msgspec.structs.replace(keeps) for _ in range(2)]
     for one in inflight:
         room.reserve(one, 4)

@@ -34,7 +34,7 @@ def is_free(taken: PathLocks, capture: Any) -> bool:
         taken.reserve(capture, plan)
     except CaptureValidationError:
         return False
-    taken.drop(plan)
+    taken.release(id(plan))
     return True
 
 
@@ -124,7 +124,7 @@ def test_if_one_name_is_taken_none_of_a_request_is_kept() -> None:
     with pytest.raises(CaptureValidationError, match="'default/b'.*wait"):
         taken.reserve(both, plan_of())
     assert is_free(taken, {"files": spec(request_id="a")})
-    taken.drop(held)
+    taken.release(id(held))
     assert is_free(taken, both)
 
 
@@ -143,7 +143,7 @@ def test_a_name_is_kept_until_the_request_is_done_or_not_begun() -> None:
     assert is_free(taken, capture), "a request that did not begin gives its name up"
     refused = plan_of()
     taken.reserve(capture, refused)
-    taken.drop(refused)
+    taken.release(id(refused))
     assert is_free(taken, capture), "and one that is refused, though its plan is there"
 
 

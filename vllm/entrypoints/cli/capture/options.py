@@ -10,7 +10,6 @@ from vllm.capture_dataset.progress import parse_bytes
 from vllm.capture_dataset.readouts import parse_readouts
 from vllm.capture_dataset.sources import records
 from vllm.capture_dataset.spec import (
-    EARLIER_FORMATS,
     FORMATS,
     VALUE_DTYPES,
     OutputSpec,
@@ -175,12 +174,7 @@ def _add_rows(group: Any) -> None:
 
 def _add_output(group: Any) -> None:
     group.add_argument("--out", type=Path, metavar="DIR", help="The data set's folder.")
-    group.add_argument(
-        "--format",
-        type=_format,
-        default="parquet",
-        metavar="{" + ",".join(FORMATS) + "}",
-    )
+    group.add_argument("--format", choices=FORMATS, default="parquet")
     group.add_argument(
         "--values-dtype",
         choices=VALUE_DTYPES,
@@ -216,18 +210,6 @@ def _add_output(group: Any) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _format(name: str) -> str:
-    if name in FORMATS:
-        return name
-    remedy = ""
-    if name in EARLIER_FORMATS:
-        remedy = (
-            "; that of earlier versions is gone: parquet has the same table, "
-            "safetensors tensors to map"
-        )
-    raise argparse.ArgumentTypeError(f"{name!r} is none of {list(FORMATS)}{remedy}")
 
 
 def _positions(text: str) -> Any:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from vllm.capture_dataset.collect import begin, collect
-from vllm.capture_dataset.manifest import NAME, Manifest, manifest_path, taken
+from vllm.capture_dataset.manifest import NAME, Manifest, taken
 from vllm.capture_dataset.plan import Plan, known_facts
 from vllm.capture_dataset.progress import Progress, human_bytes, human_seconds
 from vllm.capture_dataset.runners import CaptureRunError, Runner, open_engine
@@ -105,7 +105,7 @@ def estimate(plan: Plan, runner: Runner) -> None:
 
 def _check_folder(survey: Survey, rows: RowsSpec, output: OutputSpec) -> None:
     """Check the output folder before a model is loaded."""
-    if not manifest_path(output.folder).exists():
+    if not (output.folder / NAME).exists():
         return
     if not output.resume:
         raise taken(output.folder)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.errors import CaptureValidationError, fail
+from vllm.v1.capture.consumers.storage.options import Options
+from vllm.v1.capture.errors import fail
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
-from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.point_shapes import width_at
 from vllm.v1.residual.row_selection import resolve_positions
@@ -50,7 +50,11 @@ class InlineParams:
             CaptureValidationError: names the parameter, the value and the remedy.
 
         """
-        check_byte_limits("inline", raw, [field.name for field in fields(cls)])
+        options = Options(
+            "capture_consumers.inline", raw, [field.name for field in fields(cls)]
+        )
+        for name in raw:
+            options.whole(name)
         inflight = raw.get("max_inflight_bytes", host_bytes)
         limits = {"max_request_bytes": max(inflight // 2, 1)} | raw
         return cls(**limits | {"max_inflight_bytes": inflight})
@@ -148,24 +152,6 @@ class InlineConsumer(CaptureConsumer):
         }
         rows = rows.to(getattr(torch, sidecar["dtype"]))
         return GroupedRows([(tuple(taps), rows, facts)])
-
-
-def check_byte_limits(consumer: str, raw: dict[str, Any], known: Sequence[str]) -> None:
-    """Check parameters of a consumer that are numbers of bytes.
-
-    Raises:
-        CaptureValidationError: naming the parameter, the value, the remedy.
-
-    """
-    for name, value in raw.items():
-        where = f"capture_consumers.{consumer}.{name}"
-        problem = None
-        if name not in known:
-            problem = f": unknown parameter; the parameters are {list(known)}"
-        elif not is_integer(value, 1):
-            problem = f"={value!r}: it must be an integer number of bytes above 0"
-        if problem is not None:
-            raise CaptureValidationError(where + problem, parameter=where, value=value)
 
 
 def most_bytes(spec: CaptureSpec, ctx: CaptureContext, where: str) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.consumers.storage.options import Options
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-LEVELS = {
-    name: getattr(logging, name)
-    for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-}
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class LoggingConsumer(CaptureConsumer):
@@ -37,7 +34,7 @@ class LoggingConsumer(CaptureConsumer):
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self.check_params(params)
-        self._level = LEVELS[params.get("level", "INFO")]
+        self._level = getattr(logging, params.get("level", "INFO"))
         self._spec = (
             CaptureSpec(params["hooks"], params.get("positions", "last_prompt"))
             if "hooks" in params
@@ -47,22 +44,8 @@ class LoggingConsumer(CaptureConsumer):
     @classmethod
     def check_params(cls, params: dict[str, Any]) -> None:
         """As of `CaptureConsumer`."""
-        unknown = params.keys() - {"hooks", "positions", "level"}
-        if unknown:
-            raise CaptureValidationError(
-                f"logging has no parameter {sorted(unknown)[0]!r}; it has hooks, "
-                "positions and level",
-                parameter=f"capture_consumers.logging.{sorted(unknown)[0]}",
-                value=params[sorted(unknown)[0]],
-            )
-        level = params.get("level", "INFO")
-        if level not in LEVELS:
-            raise CaptureValidationError(
-                f"capture_consumers.logging.level={level!r}: it must be one of "
-                f"{list(LEVELS)}",
-                parameter="capture_consumers.logging.level",
-                value=level,
-            )
+        known = ["hooks", "positions", "level"]
+        Options("capture_consumers.logging", params, known).choice("level", LEVELS)
 
     def global_capture_spec(self) -> CaptureSpec | None:
         """The spec in the parameters."""
@@ -90,11 +73,5 @@ class LoggingConsumer(CaptureConsumer):
 
 
 def mean_norm(rows: torch.Tensor) -> float:
-    """The mean L2 norm of rows, computed in float32; 0 if there are none.
-
-    Processed in blocks that fit the CPU cache, which is several times faster.
-    """
-    if not len(rows):
-        return 0.0
-    norms = (part.float().norm(dim=-1).sum().item() for part in rows.split(64))
-    return sum(norms) / len(rows)
+    """The mean L2 norm of rows, computed in float32; 0 if there are none."""
+    return rows.float().norm(dim=-1).mean().item() if len(rows) else 0.0

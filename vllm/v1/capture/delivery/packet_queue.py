@@ -43,7 +43,14 @@ class Ending:
     def finalizes(self) -> tuple[CaptureFinalize, ...]:
         """The finalize of each key; the same objects every time."""
         if self._finalizes is None:
-            self._finalizes = tuple(one for end in self.ends for one in end.finalizes())
+            self._finalizes = tuple(
+                CaptureFinalize(
+                    (end.request_id, layer, hook),
+                    {**end.sidecar, "layer": layer, "hook": hook},
+                )
+                for end in self.ends
+                for layer, hook in end.taps
+            )
         return self._finalizes
 
 

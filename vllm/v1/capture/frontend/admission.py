@@ -5,6 +5,7 @@ After admission nothing fails because of user input.
 """
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
@@ -19,7 +20,6 @@ from vllm.v1.capture.errors import (
     check_form,
     fail,
 )
-from vllm.v1.capture.frontend.inflight_limit import RowLimits
 from vllm.v1.capture.frontend.step_consumers import StepSpecs
 from vllm.v1.capture.selectors import check_range, check_size, check_text, within_reach
 from vllm.v1.capture.types import (
@@ -91,11 +91,12 @@ class Admission:
         self.capabilities = capabilities_of(consumers)
         self._vllm_config = vllm_config
         self._hook_points = dict(hook_points)
+        self.context = partial(capture_context, vllm_config, self._hook_points)
+        """The facts about a request that consumers validate its spec with."""
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
             row_bytes(vllm_config.model_config)
         )
         self._lag = scheduling_lag(vllm_config)
-        self.held = RowLimits(self.capabilities, row_bytes(vllm_config.model_config))
         self._global_specs = self._read_global_specs()
         self.readouts = readouts
         self._steps = StepSpecs(vllm_config)
@@ -117,23 +118,6 @@ class Admission:
                 self._check_taps(len(taps))
                 specs[name] = spec
         return specs
-
-    def context(
-        self,
-        request_id: str,
-        num_prompt_tokens: int,
-        max_tokens: int | None,
-        num_samples: int = 1,
-    ) -> CaptureContext:
-        """The facts about a request that consumers validate its spec with."""
-        return capture_context(
-            self._vllm_config,
-            self._hook_points,
-            request_id,
-            num_prompt_tokens,
-            max_tokens,
-            num_samples,
-        )
 
     def plan(
         self,
@@ -272,9 +256,9 @@ class Admission:
                 "overload_policy": config.overload_policy,
                 "spill_max_bytes": config.spill_max_bytes,
                 "max_inflight_bytes": {
-                    name: most
-                    for name, most in self.held.limits.items()
-                    if name in self.consumers
+                    name: can.max_inflight_bytes
+                    for name, can in self.capabilities.items()
+                    if can.max_inflight_bytes is not None
                 },
             },
             "hook_points": {

@@ -91,24 +91,23 @@ class DriverLanes:
             self._inboxes.append(inbox)
             self.address = with_rows(self.address, name, inbox.address)
 
-    def remember(self, specs: Mapping[str, Any]) -> bool:
-        """Whether a consumer here needs one of the specs when its request starts."""
-        return not self._remembering.keys().isdisjoint(specs)
-
     def open(
-        self, request_id: str, specs: Mapping[str, Any], context: CaptureContext
+        self,
+        request_id: str,
+        specs: Mapping[str, Any],
+        context: Callable[[], CaptureContext],
     ) -> None:
         """Announce a sample to the consumers that need its spec.
 
         Args:
             request_id: the sample's internal id.
             specs: `SamplingParams.capture`, by instance.
-            context: facts about the sample.
+            context: returns the facts about the sample.
 
         """
         for name in specs.keys() & self._remembering.keys():
             consumer = self._remembering[name]
-            tell = partial(consumer.validate_client_spec, specs[name], context)
+            tell = partial(consumer.validate_client_spec, specs[name], context())
             self._lanes[name].open(Opening(request_id, tell))
 
     def counters(self) -> dict[str, LaneCounters]:

@@ -5,20 +5,18 @@ import asyncio
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from time import monotonic, sleep
+from time import monotonic
 from typing import TYPE_CHECKING, Any
-from uuid import uuid1
 
 from vllm.logger import init_logger
-from vllm.v1.capture.core.engine import end_captures_now
 from vllm.v1.capture.engine_args import ready_instances
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.frontend.admission import Admission, ReadoutPlanner
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.frontend.driver import DriverLanes
+from vllm.v1.capture.frontend.ends import Ends, OfflineEnds, ServedEnds
 from vllm.v1.capture.frontend.inflight_limit import (
     KEEPING,
     RESULT_BYTES,
@@ -31,7 +29,6 @@ from vllm.v1.capture.frontend.portions import Portions
 from vllm.v1.capture.frontend.request_tracker import RequestTracker, ResultWaiter
 from vllm.v1.capture.frontend.status import CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
-from vllm.v1.capture.frontend.tracking import Ends, EndsSender
 from vllm.v1.capture.frontend.unsent import when_response_ends
 from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.registry import build_consumer, check_folders
@@ -45,9 +42,9 @@ from vllm.v1.capture.transport.zmq_channel import (
 )
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.capture.worker.stats_reporter import PERIOD_SECONDS
-from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.metrics.stats import RequestStateStats
-from vllm.v1.residual.capture_plan import LIVE, CaptureEnd
+from vllm.v1.residual.capture_plan import LIVE
+from vllm.v1.residual.sizes import row_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -92,71 +89,13 @@ def open_capture(
     frontend = CaptureFrontend(
         engine.vllm_config,
         admission,
-        (_Sender if offline else _AsyncSender)(engine.engine_core),
+        partial(OfflineEnds if offline else ServedEnds, engine.engine_core),
         LiveRows({} if offline else admission.capabilities),
         lambda: not getattr(resources, "engine_dead", False),
         offline_engine,
     )
     weakref.finalize(engine, frontend.close)
     return frontend
-
-
-class _Unanswered:
-    """What was sent to an engine core that has not answered yet."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-        # The event loop keeps only weak references to tasks.
-        self._sending: set[Any] = set()
-
-    def _started(self, sending: "asyncio.Task[Any] | Future[Any]") -> None:
-        self._sending.add(sending)
-        sending.add_done_callback(self._answered)
-
-    def _answered(self, sent: "asyncio.Task[Any] | Future[Any]") -> None:
-        self._sending.discard(sent)
-        if not sent.cancelled() and sent.exception() is not None:
-            logger.error("The end of captures was not sent: %s", sent.exception())
-
-
-class _Sender(_Unanswered):
-    """Sends ends from the thread that runs an offline engine.
-
-    A core in another process is not waited for: it answers between two steps, and has
-    the outputs of the next one by then.
-    """
-
-    def __call__(self, ends: list[CaptureEnd]) -> None:
-        if not hasattr(self._core, "call_utility"):
-            end_captures_now(self._core.engine_core, ends)
-            return
-        # As `call_utility` does, which would wait for the answer.
-        number, sending = uuid1().int >> 64, Future[Any]()
-        self._core.utility_results[number] = sending
-        self._started(sending)
-        request = 0, number, "end_captures", (ends,)
-        self._core._send_input(EngineCoreRequestType.UTILITY, request)
-
-    def wait(self, timeout: float) -> None:
-        """Wait for what was sent to have arrived."""
-        wait(list(self._sending), timeout)
-
-
-class _AsyncSender(_Unanswered):
-    """Sends ends from the event loop's thread, without blocking it."""
-
-    def __call__(self, ends: list[CaptureEnd]) -> None:
-        sending = self._core.call_utility_async("end_captures", ends)
-        self._started(asyncio.ensure_future(sending))
-
-    def wait(self, timeout: float) -> None:
-        """Wait for pending tasks; on the loop's own thread, which runs them, return."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            deadline = monotonic() + timeout
-            while self._sending and monotonic() < deadline:
-                sleep(0.01)
 
 
 def refuse_streaming_input(capture: Any, everyone: Sequence[str]) -> None:
@@ -200,7 +139,7 @@ class CaptureFrontend(NoCapture):
         self,
         vllm_config: "VllmConfig",
         admission: Admission,
-        send_ends: EndsSender,
+        ends: Callable[[str], Ends],
         live: LiveRows,
         alive: Callable[[], bool],
         offline_engine: "LLMEngine | None" = None,
@@ -210,7 +149,8 @@ class CaptureFrontend(NoCapture):
         Args:
             vllm_config: the engine's configuration.
             admission: validates requests.
-            send_ends: sends the ends of requests to the engine.
+            ends: sends the ends of requests to the engine, given the address for
+                their results.
             live: rows for intermediate outputs.
             alive: whether the engine is running.
             offline_engine: an engine that only runs while `step` is called.
@@ -231,11 +171,12 @@ class CaptureFrontend(NoCapture):
             forgotten=live.close,
         )
         self._awaited = ResultWaiter(self._requests, alive)
+        size = row_bytes(vllm_config.model_config)
+        self._room = InflightLimit(admission.capabilities, size, self._requests)
         if offline_engine is None:
-            admission.held.limits[RESULTS] = RESULT_BYTES
+            self._room.limits[RESULTS] = RESULT_BYTES
             budget = vllm_config.capture_config.host_memory_bytes
-            admission.held.limits[KEEPING] = budget
-        self._room = InflightLimit(admission.held, self._requests)
+            self._room.limits[KEEPING] = budget
         host = host_for(vllm_config.parallel_config)
         self._inbox = Inbox(self._receive, host=host)
         self._portions = (
@@ -249,7 +190,7 @@ class CaptureFrontend(NoCapture):
             host,
         )
         self._address = self._drivers.address
-        self._ends = Ends(send_ends, self._address)
+        self._ends = ends(self._address)
         self._status = CaptureStatus(self._drivers.counters)
 
     def admit(
@@ -288,7 +229,7 @@ class CaptureFrontend(NoCapture):
                 relieve = self._portions.relieve if self._portions else _no_relief
                 self._room.reserve(plan, params.max_tokens, relieve)
             except CaptureValidationError:
-                self._requests.claims.drop(plan)
+                self._requests.claims.release(id(plan))
                 raise
         params._capture_plan = plan
 
@@ -314,14 +255,16 @@ class CaptureFrontend(NoCapture):
         if tracked.held:
             when_response_ends(partial(self._requests.abandon, parent))
         self._live.open(parent, plan, state.prompt_token_ids, params)
-        if params.capture and self._drivers.remember(params.capture):
-            context = self._admission.context(
+        self._drivers.open(
+            state.request_id,
+            params.capture or {},
+            lambda: self._admission.context(
                 state.request_id,
                 plan.num_prompt_tokens,
                 params.max_tokens,
                 plan.num_samples,
-            )
-            self._drivers.open(state.request_id, params.capture, context)
+            ),
+        )
 
     def end_request(self, state: "RequestState", finish_reason: str) -> None:
         """Note the end of a sample for its client: a stop, its length or an abort."""

@@ -27,13 +27,25 @@ class NoRoomNowError(CaptureValidationError):
     """The rows do not fit beside those of requests in flight; retrying may succeed."""
 
 
-class RowLimits:
-    """The limits of the consumers that return rows, and the size of a request."""
+class InflightLimit:
+    """Refuses a request whose rows would not fit with those of requests in flight."""
 
     def __init__(
-        self, consumers: Mapping[str, ConsumerCapabilities], row_bytes: int
+        self,
+        consumers: Mapping[str, ConsumerCapabilities],
+        row_bytes: int,
+        requests: RequestTracker,
     ) -> None:
+        """Start with the limits of the consumers that return rows.
+
+        Args:
+            consumers: by instance name.
+            row_bytes: bytes of a row of the stream.
+            requests: the requests in flight.
+
+        """
         self._row_bytes = row_bytes
+        self._requests = requests
         self.limits: dict[str, int] = {
             name: can.max_inflight_bytes
             for name, can in consumers.items()
@@ -67,15 +79,6 @@ class RowLimits:
             sizes[RESULTS] = plan.readouts.result_bytes
         return sizes
 
-
-class InflightLimit:
-    """Refuses a request whose rows would not fit with those of requests in flight."""
-
-    def __init__(self, held: RowLimits, requests: RequestTracker) -> None:
-        """Apply the limits of `held` to the tracked `requests`."""
-        self._held = held
-        self._requests = requests
-
     def reserve(
         self,
         plan: CapturePlan,
@@ -94,7 +97,7 @@ class InflightLimit:
             NoRoomNowError: they do not fit now, and `relieve` returned False.
 
         """
-        needed = self._held.bytes_of(plan, max_tokens)
+        needed = self.bytes_of(plan, max_tokens)
         if not needed:
             return
         while True:
@@ -116,10 +119,10 @@ class InflightLimit:
     def take(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
         """End the reservation of a request that starts; returns its bytes."""
         self._requests.held.drop(id(plan))
-        return self._held.bytes_of(plan, max_tokens)
+        return self.bytes_of(plan, max_tokens)
 
     def _check(self, name: str, size: int, live: bool) -> None:
-        limit = self._held.limits[name]
+        limit = self.limits[name]
         held = self._requests.held.of(name, "reserved", "running", "unsent")
         left = self._requests.held.of(name, "aborted")
         self._requests.forget_aborted(name, left + held + size - limit)

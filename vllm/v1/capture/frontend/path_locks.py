@@ -7,7 +7,7 @@ where they have the same path, and the last one is read; see `sole_writer`.
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -44,11 +44,10 @@ class PathLocks:
             for name, can in consumers.items()
             if can.places_of is not None
         }
-        self._taken: dict[Claim, str] = {}
-        self._reserved: dict[Claim, int] = {}
-        """By requests that were admitted but not yet started, as the plan's `id`."""
+        self._holders: dict[Claim, Hashable] = {}
+        """The ids of requests, and of plans whose requests have not started yet."""
         # Reentrant: a plan may be garbage-collected on this thread while it holds the
-        # lock, and its finalizer calls `_drop`.
+        # lock, and its finalizer calls `release`.
         self._lock = threading.RLock()
 
     def reserve(
@@ -82,7 +81,7 @@ class PathLocks:
             if capture:
                 raise _refusal(taken)
             plan = replace(plan, client_request_id=f"{given}-{number}")
-        dropped = weakref.finalize(plan, self._drop, id(plan))
+        dropped = weakref.finalize(plan, self.release, id(plan))
         dropped.atexit = False
         return plan
 
@@ -90,11 +89,9 @@ class PathLocks:
         """Reserve all claims for a plan, or none; returns the one that is taken."""
         with self._lock:
             for claim in claims:
-                other = self._reserved.get(claim, plan) != plan
-                if other or claim in self._taken:
-                    self._drop(plan)
+                if self._holders.setdefault(claim, plan) != plan:
+                    self.release(plan)
                     return claim
-                self._reserved[claim] = plan
         return None
 
     def take(
@@ -102,25 +99,13 @@ class PathLocks:
     ) -> None:
         """Pass the reserved paths to the request `owner`, which starts."""
         with self._lock:
-            for claim in self._claims_of(capture, plan):
-                self._taken[claim] = owner
-            self._drop(id(plan))
+            self._holders |= dict.fromkeys(self._claims_of(capture, plan), owner)
 
-    def release(self, owner: str) -> None:
-        """Unlock the paths of `owner`, whose results have arrived."""
+    def release(self, holder: Hashable) -> None:
+        """Unlock the paths of a request whose results have arrived, or of a plan."""
         with self._lock:
-            for claim in list(self._taken):
-                if self._taken[claim] == owner:
-                    del self._taken[claim]
-
-    def drop(self, plan: CapturePlan) -> None:
-        """Cancel the reservation of a refused request."""
-        self._drop(id(plan))
-
-    def _drop(self, plan: int) -> None:
-        with self._lock:
-            for claim in [c for c, holder in self._reserved.items() if holder == plan]:
-                del self._reserved[claim]
+            for claim in [c for c, one in self._holders.items() if one == holder]:
+                del self._holders[claim]
 
     def _claims_of(
         self, capture: Mapping[str, Any] | None, plan: CapturePlan

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from vllm.v1.capture.frontend.metrics import CaptureMetrics
-from vllm.v1.capture.stats import TOTALS, LaneCounters, MemoryCounters, added
+from vllm.v1.capture.stats import TOTALS, LaneCounters, added
 from vllm.v1.capture.transport.zmq_channel import CountersMessage
 from vllm.v1.residual.capture_plan import LIVE
 from vllm.v1.residual.readout_plan import ReadoutCounters
@@ -32,10 +32,8 @@ class CaptureStatus:
 
         """
         self._here = here
-        self._workers: dict[Source, dict[str, LaneCounters]] = {}
-        self._reforwarded: dict[Source, int] = {}
-        self._memory: dict[Source, MemoryCounters] = {}
-        self._readouts: dict[Source, dict[str, ReadoutCounters]] = {}
+        self._reports: dict[Source, CountersMessage] = {}
+        """The last report of each worker."""
         self._failed_here: dict[str, int] = {}
         self._metrics: CaptureMetrics | None = None
         self._lock = threading.Lock()
@@ -48,14 +46,10 @@ class CaptureStatus:
         """Store the report of a worker."""
         source = (message.engine, message.stage)
         with self._lock:
-            before = self._workers.get(source, {})
+            before = self._reports.get(source, CountersMessage(*source, {}, 0))
+            self._reports[source] = message
             if self._metrics is not None and message.adds:
                 self._add(self._metrics, message, before)
-            self._workers[source] = message.counters
-            self._reforwarded[source] = message.reforwarded
-            self._memory[source] = message.memory
-            self._readouts[source] = message.readouts
-            if self._metrics is not None and message.adds:
                 self._set_levels(self._metrics, message.engine)
 
     def finalized(self, instance: str, seconds: float) -> None:
@@ -71,14 +65,13 @@ class CaptureStatus:
     def num_workers(self) -> int:
         """The number of workers that have reported."""
         with self._lock:
-            return len(self._workers)
+            return len(self._reports)
 
     def counters(self) -> dict[str, Any]:
         """Counters by consumer instance, summed over all engines and stages."""
         with self._lock:
-            names = {name for each in self._workers.values() for name in each}
-            found = {name: self._sum(name) for name in names}
-            reforwarded = sum(self._reforwarded.values())
+            found = {name: self._sum(name) for name in self._names()}
+            reforwarded = sum(one.reforwarded for one in self._reports.values())
         for name, own in self._here().items():
             found[name] = _with_here(found.get(name, LaneCounters()), own)
         return {
@@ -93,41 +86,42 @@ class CaptureStatus:
     def host_memory(self) -> list[dict[str, Any]]:
         """The fields of `MemoryCounters` for each worker."""
         with self._lock:
-            found = sorted(self._memory.items())
+            found = sorted(self._reports.items())
         return [
             {
                 "engine": engine,
                 "stage": stage,
-                **msgspec.structs.asdict(memory),
-                "held_bytes": memory.held_bytes,
+                **msgspec.structs.asdict(report.memory),
+                "held_bytes": report.memory.held_bytes,
             }
-            for (engine, stage), memory in found
+            for (engine, stage), report in found
         ]
+
+    def _names(self) -> set[str]:
+        return {name for one in self._reports.values() for name in one.counters}
 
     def _sum(self, name: str, engine: int | None = None) -> LaneCounters:
         return added(
-            counters[name]
-            for source, counters in self._workers.items()
-            if name in counters and engine in (None, source[0])
+            one.counters[name]
+            for one in self._reports.values()
+            if name in one.counters and engine in (None, one.engine)
         )
 
     def _add(
         self,
         metrics: CaptureMetrics,
         message: CountersMessage,
-        before: Mapping[str, LaneCounters],
+        before: CountersMessage,
     ) -> None:
-        source = (message.engine, message.stage)
         for name, counters in message.counters.items():
-            grown = _difference(counters, before.get(name, LaneCounters()))
+            grown = _difference(counters, before.counters.get(name, LaneCounters()))
             if name != LIVE:
                 metrics.add((message.engine, name), grown)
         metrics.add_reforwarded(
-            message.engine, message.reforwarded - self._reforwarded.get(source, 0)
+            message.engine, message.reforwarded - before.reforwarded
         )
-        read = self._readouts.get(source, {})
         for kind, now in message.readouts.items():
-            was = read.get(kind, ReadoutCounters())
+            was = before.readouts.get(kind, ReadoutCounters())
             more = ReadoutCounters(now.rows - was.rows, now.seconds - was.seconds)
             metrics.add_readouts(message.engine, kind, more)
         for name, own in self._here().items():
@@ -137,7 +131,7 @@ class CaptureStatus:
 
     def _set_levels(self, metrics: CaptureMetrics, engine: int) -> None:
         here = self._here()
-        for name in {n for each in self._workers.values() for n in each} - {LIVE}:
+        for name in self._names() - {LIVE}:
             counters = self._sum(name, engine)
             if name in here:
                 counters = _with_here(counters, here[name])

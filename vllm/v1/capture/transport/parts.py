@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from vllm.v1.capture.delivery.row_bytes import raw_bytes
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureResult
 
@@ -41,10 +42,7 @@ class Part:
     @property
     def data(self) -> memoryview:
         """The row-major, little-endian bytes of the rows; no copy if contiguous."""
-        if not self.rows.nbytes:
-            return memoryview(b"")
-        flat: Any = self.rows.contiguous().view(torch.uint8).numpy()
-        return memoryview(flat).cast("B")
+        return raw_bytes(self.rows)
 
 
 def parts_of(results: Mapping[str, CaptureResult]) -> list[Part]:

@@ -20,7 +20,7 @@ from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
 from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.errors import fail
 from vllm.v1.capture.selectors import parse_spec
-from vllm.v1.capture.types import CaptureContext, CaptureSpec
+from vllm.v1.capture.types import CaptureContext, CaptureFinalize, CaptureSpec
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.point_shapes import width_at
 
@@ -113,12 +113,13 @@ class _Tables:
         self._tables = params.num_threads
         self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
 
-    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+    def publish(
+        self,
+        request: StoredRequest,
+        finalizes: list[CaptureFinalize],
+        workspace: Workspace,
+    ) -> None:
         """Append the rows of a request to a table, or write a file for it."""
-        finalizes = request.writable()
-        if not finalizes:
-            request.settle(())
-            return
         sidecar = finalizes[0].sidecar
         tag, name = place_of(sidecar, self._params.default_tag)
         if self._params.format == "safetensors":

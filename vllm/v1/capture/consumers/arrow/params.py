@@ -15,8 +15,6 @@ COMPRESSIONS = ("none", "zstd", "lz4")
 
 WHERE = "capture_consumers.arrow"
 
-_EARLIER = ("layout", "context_size")
-"""Parameters of earlier versions, which are refused."""
 
 MIB = 1 << 20
 
@@ -44,16 +42,7 @@ class ArrowParams(StorageParams):
             CaptureValidationError: names the parameter, the value and the remedy.
 
         """
-        known = [field.name for field in fields(cls)]
-        options = Options(WHERE, raw, [*known, *_EARLIER])
-        for name in _EARLIER:
-            if name in raw:
-                raise options.wrong(
-                    name,
-                    raw[name],
-                    "drop it; SAELens' cached activations are written by "
-                    "`vllm capture --format saelens`",
-                )
+        options = Options(WHERE, raw, [field.name for field in fields(cls)])
         check_shared(options, WHERE, "arrow")
         options.choice("format", FORMATS)
         options.choice("compression", COMPRESSIONS)

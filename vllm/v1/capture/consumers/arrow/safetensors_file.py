@@ -24,7 +24,10 @@ import torch
 
 from vllm.utils.math_utils import round_up
 from vllm.v1.capture.consumers.storage.files import Workspace, publish
-from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
+from vllm.v1.capture.consumers.storage.stored_request import (
+    StoredRequest,
+    results_of,
+)
 from vllm.v1.capture.delivery.row_bytes import write_all, write_scattered
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
@@ -85,11 +88,7 @@ def write_safetensors(
         raise
     finally:
         os.close(file)
-    first, *others = (finalize.key for finalize in ordered)
-    return [
-        CaptureResult(first, "ok", payload=[final]),
-        *(CaptureResult(key, "ok") for key in others),
-    ]
+    return results_of(ordered, [final])
 
 
 def _name(path: str, final: str, fsync: bool) -> None:

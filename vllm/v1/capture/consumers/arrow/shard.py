@@ -21,10 +21,13 @@ from vllm.v1.capture.consumers.arrow.readouts import (
 )
 from vllm.v1.capture.consumers.arrow.table import batch_of, schema_of
 from vllm.v1.capture.consumers.storage.codecs import in_batches
-from vllm.v1.capture.consumers.storage.files import Workspace, publish
+from vllm.v1.capture.consumers.storage.files import Workspace, publish, sync
 from vllm.v1.capture.consumers.storage.shards import Shard
-from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
-from vllm.v1.capture.types import CaptureFinalize, CaptureResult
+from vllm.v1.capture.consumers.storage.stored_request import (
+    StoredRequest,
+    results_of,
+)
+from vllm.v1.capture.types import CaptureFinalize
 
 BATCH_BYTES = 16 << 20
 """Approximate size of a batch of rows."""
@@ -109,14 +112,7 @@ class TableShard(Shard):
             self._append_keys(request, name, finalizes)
             request.commit()
         self.num_bytes = self._file.tell()
-        first, *others = (finalize.key for finalize in finalizes)
-        self.wait_for_seal(
-            request,
-            [
-                CaptureResult(first, "ok", payload=[self._final]),
-                *(CaptureResult(key, "ok") for key in others),
-            ],
-        )
+        self.wait_for_seal(request, results_of(finalizes, [self._final]))
 
     def _append_keys(
         self, request: StoredRequest, name: str, finalizes: list[CaptureFinalize]
@@ -202,11 +198,7 @@ class TableShard(Shard):
             self._writer.close()
             self._file.close()
             if self._params.fsync:
-                fd = os.open(self._path, os.O_RDONLY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                sync(self._path)
             publish(self._path, self._final, replace=False, fsync=self._params.fsync)
         except BaseException:
             self._drop()

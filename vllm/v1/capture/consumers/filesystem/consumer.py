@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.capture.consumers.filesystem.layouts import Layouts
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.filesystem.sharded import ShardedLayout
+from vllm.v1.capture.consumers.filesystem.sharded import FileShard
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
 from vllm.v1.capture.consumers.storage.files import path_part, places_of
@@ -33,7 +33,7 @@ class FilesystemConsumer(StorageSink):
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
         self._params = parsed = FilesystemParams.parse(params)
-        layouts = Layouts(parsed, ShardedLayout(parsed))
+        layouts = Layouts(parsed, FileShard)
         super().__init__("filesystem", vllm_config, parsed, layouts)
 
     @classmethod

@@ -4,10 +4,9 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import count
 from typing import Any
-from zlib import crc32
 
 from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
 from vllm.v1.capture.consumers.filesystem.layouts import (
@@ -15,13 +14,14 @@ from vllm.v1.capture.consumers.filesystem.layouts import (
     keys_in_turn,
     message_of,
     request_facts,
-    stage_suffix,
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.storage.files import Workspace, move_to_new, publish
-from vllm.v1.capture.consumers.storage.shards import Shard, ShardKey, ShardSet
-from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
-from vllm.v1.capture.consumers.storage.threads import Task
+from vllm.v1.capture.consumers.storage.shards import Shard
+from vllm.v1.capture.consumers.storage.stored_request import (
+    StoredRequest,
+    results_of,
+)
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 
@@ -60,30 +60,13 @@ class FileShard(Shard):
             request.settle_error(message_of(error, self._path))
             return
         self.num_bytes = _end(entries)
-        facts = {"request_id": writing.name, **shared}
-        self._accept(request, finalizes, facts, entries)
-
-    def _accept(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        facts: dict[str, Any],
-        entries: list[dict[str, Any]],
-    ) -> None:
-        """Add a request to the index."""
-        which = {
-            "request_id": facts["request_id"],
-            "request": len(self._requests),
-        }
+        which = {"request_id": writing.name, "request": len(self._requests)}
         self._entries += [{**which, **entry} for entry in entries]
-        self._requests.append(facts)
+        self._requests.append({"request_id": writing.name, **shared})
         # One result names the file; its name is known once the shard is sealed.
-        first, *others = (finalize.key for finalize in finalizes)
-        named = CaptureResult(first, "ok")
-        self._results.append(named)
-        self.wait_for_seal(
-            request, [named, *(CaptureResult(key, "ok") for key in others)]
-        )
+        results = results_of(finalizes)
+        self._results.append(results[0])
+        self.wait_for_seal(request, results)
 
     def write_out(self) -> None:
         """Claim the next free sequence number, and write the index."""
@@ -150,37 +133,3 @@ class FileShard(Shard):
 
 def _end(entries: Iterable[dict[str, Any]]) -> int:
     return max((e["offset"] + e["nbytes"] for e in entries), default=0)
-
-
-class ShardedLayout:
-    """The open shards of one consumer."""
-
-    def __init__(self, params: FilesystemParams) -> None:
-        self._params = params
-        self._shards: ShardSet[FileShard] = ShardSet(params.shard_max_bytes)
-
-    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
-        """Tasks that seal the shards that are due."""
-        return self._shards.due(now, closing, running)
-
-    def write(
-        self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
-    ) -> None:
-        """Append the request to a shard, which settles it when it is sealed."""
-        if not finalizes:
-            request.settle(())
-            return
-        shards = self._params.num_shards
-        first = crc32(request.request_id.encode())
-        prefix = f"shard{stage_suffix(finalizes[0].sidecar)}"
-
-        def new(key: ShardKey) -> FileShard:
-            name = f"{prefix}-{key[1]:03d}"
-            return FileShard(self._params, writing.workspace, writing.tag, name)
-
-        self._shards.add(
-            # A file system lets one thread at a time write to a file.
-            [(writing.tag, (first + n) % shards) for n in range(shards)],
-            new,
-            lambda shard: shard.append(request, finalizes, writing),
-        )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.consumers.inline import check_byte_limits, most_bytes
+from vllm.v1.capture.consumers.inline import most_bytes
 from vllm.v1.capture.consumers.memory.store import RowStore
+from vllm.v1.capture.consumers.storage.options import Options
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.selectors import parse_spec
@@ -66,7 +67,8 @@ class MemoryConsumer(CaptureConsumer):
     @classmethod
     def check_params(cls, params: dict[str, Any]) -> None:
         """As of `CaptureConsumer`."""
-        check_byte_limits(cls.kind, params, ["max_bytes"])
+        where = f"capture_consumers.{cls.kind}"
+        Options(where, params, ["max_bytes"]).whole("max_bytes")
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Check the spec and the name, and that there is room for the rows."""

@@ -23,8 +23,6 @@ from vllm.v1.residual.native import Bytes
 
 logger = init_logger(__name__)
 
-LOSSY = ("full8", "rp8", "topk8")
-"""Codecs of earlier versions, which are refused."""
 
 BLOCK_BYTES = 4 << 20
 """Approximate size of the blocks of rows that are encoded at once."""
@@ -100,14 +98,8 @@ def parse_codec(text: Any, where: str) -> Codec:
     """
     if isinstance(text, str) and text in CODECS:
         return CODECS[text]()
-    remedy = ""
-    if isinstance(text, str) and text.partition(":")[0] in LOSSY:
-        remedy = (
-            "; files of 8-bit rows are written by the consumer that VLLM_ACT_CAPTURE=1 "
-            "adds"
-        )
     raise CaptureValidationError(
-        f"{where} must be raw or zstd, which keep every bit{remedy}",
+        f"{where} must be raw or zstd, which keep every bit",
         parameter=where,
         value=repr(text),
     )

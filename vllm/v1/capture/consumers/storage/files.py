@@ -53,7 +53,6 @@ class Workspace:
         self.own: Path = root / ASIDE / name
         self._lock = FolderLock(self.own)
         self._numbers = count()
-        self._made: set[Path] = set()
 
     def open(self) -> None:
         """Create the directory, and remove those of processes that no longer run.
@@ -95,15 +94,12 @@ class Workspace:
 
         """
         path = self.root.joinpath(*parts)
-        if path not in self._made or not path.is_dir():
+        if not path.is_dir():
             path = self.root
             for part in parts:
                 path = path / part
                 with contextlib.suppress(FileExistsError):
                     path.mkdir()
-            if len(self._made) > 10_000:
-                self._made.clear()
-            self._made.add(path)
         return path
 
     def write(self, buffers: Iterable[Bytes], max_bytes: int, fsync: bool) -> str:
@@ -195,7 +191,7 @@ def publish(aside: str, final: str | Path, *, replace: bool, fsync: bool) -> Non
         else:
             move_to_new(aside, final)
         if fsync:
-            _sync_folder(os.path.dirname(final))
+            sync(os.path.dirname(final))
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(aside)
@@ -221,8 +217,9 @@ def move_to_new(aside: str, final: str | Path) -> None:
         os.unlink(aside)
 
 
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def sync(path: str) -> None:
+    """Sync a file or a directory to disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

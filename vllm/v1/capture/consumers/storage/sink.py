@@ -31,9 +31,6 @@ logger = init_logger(__name__)
 
 MIB = 1 << 20
 
-SAID_SECONDS = 10.0
-"""Minimum time between log messages about spilling."""
-
 TICK_SECONDS = 0.02
 """Period of the clock thread."""
 
@@ -41,8 +38,18 @@ TICK_SECONDS = 0.02
 class Publisher(Protocol):
     """Writes the rows of ended requests to files, on the executor's threads."""
 
-    def publish(self, request: StoredRequest, workspace: Workspace) -> None:
+    def publish(
+        self,
+        request: StoredRequest,
+        finalizes: list[CaptureFinalize],
+        workspace: Workspace,
+    ) -> None:
         """Write the rows of a request, and settle it now or when its shard is sealed.
+
+        Args:
+            request: the request.
+            finalizes: its keys that have not failed, at least one.
+            workspace: the consumer's root.
 
         Raises:
             OSError: nothing was written.
@@ -101,8 +108,6 @@ class StorageSink(GroupSink):
         self._executor: Executor | None = None
         self._spilled = RowFiles(self._workspace.own)
         self._rewritten_bytes = 0
-        self._unsaid_bytes = 0
-        self._said_at = 0.0
         self._clock: threading.Thread | None = None
         self._closing = threading.Event()
         self._waiting = threading.Event()
@@ -196,19 +201,16 @@ class StorageSink(GroupSink):
 
     def _note_spilled(self, size: int) -> None:
         with self._lock:
+            is_first = not self._rewritten_bytes
             self._rewritten_bytes += size
-            self._unsaid_bytes += size
-            if monotonic() - self._said_at < SAID_SECONDS:
-                return
-            said, self._unsaid_bytes, self._said_at = self._unsaid_bytes, 0, monotonic()
-        logger.warning(
-            "%s: %d MiB of captured rows were spilled to disk and are written twice, "
-            "because unfinished requests hold more than half of the %d MiB of "
-            "buffer_bytes; raise it, or run fewer requests at a time",
-            self._name,
-            said // MIB,
-            self._budget.limit // MIB,
-        )
+        if is_first:
+            logger.warning(
+                "%s: captured rows are spilled to disk, and so written twice, because "
+                "unfinished requests hold more than half of the %d MiB of "
+                "buffer_bytes; raise it, or run fewer requests at a time",
+                self._name,
+                self._budget.limit // MIB,
+            )
 
     # The end of a request.
 
@@ -245,12 +247,14 @@ class StorageSink(GroupSink):
 
     def _publish(self, request: StoredRequest) -> None:
         try:
-            if not request.finalizes:
-                request.settle(())  # All of its layers are in other pipeline stages.
-            elif self._executor is None:
+            if request.settled.is_set():
+                return
+            if self._executor is None and request.finalizes:
                 request.settle_error(self._unusable or "there are no threads")
-            elif not request.settled.is_set():
-                self._publisher.publish(request, self._workspace)
+            elif finalizes := request.writable():
+                self._publisher.publish(request, finalizes, self._workspace)
+            else:  # All keys have failed, or are in other pipeline stages.
+                request.settle(())
         except Exception as error:
             if not isinstance(error, OSError):
                 logger.exception("Writing the capture of %s", request.request_id)

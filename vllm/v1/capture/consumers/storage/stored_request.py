@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -106,6 +107,17 @@ class RequestRows:
 
 
 logger = init_logger(__name__)
+
+
+def results_of(
+    finalizes: Sequence[CaptureFinalize], payload: Any = None
+) -> list[CaptureResult]:
+    """A result for each key; only the first has the payload, as these are joined."""
+    first, *others = (finalize.key for finalize in finalizes)
+    return [
+        CaptureResult(first, "ok", payload=payload),
+        *(CaptureResult(key, "ok") for key in others),
+    ]
 
 
 @dataclass(slots=True)
