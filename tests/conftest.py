@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import gc
 import inspect
 import os
 import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,29 @@ def run_script(
     yield run
     for llm in opened:
         llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Iterator[object]:
+    """Leave out of engines' starts and stops what costs seconds beside many tests."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        # Upstream collects garbage in the whole heap five times for each engine, and
+        # thaws the heap when it stops: so also what was here before.
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        if platform := sys.modules.get("vllm.platforms.cpu"):
+            # It compares every name of every module with its kernels, for each worker.
+            register = cache(platform.CpuPlatform.register_triton_kernel_overrides)
+            name = "register_triton_kernel_overrides"
+            patch.setattr(platform.CpuPlatform, name, staticmethod(register))
+        if registry := sys.modules.get("vllm.model_executor.models.registry"):
+            # It inspects each class of models in a new process.
+            patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+        result = yield
+    gc.unfreeze()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
