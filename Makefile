@@ -6,7 +6,7 @@ DEVICE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 TREE := build/$(DEVICE)
-# Processes that share the tests of `make test`.
+# Processes that share the tests of `make test`, and the modules of `make type`.
 JOBS ?= 2
 # Our modules, checked where upstream's types are known: in the woven tree.
 MODULES = $(shell find vllm -name '*.py' | sort | \
@@ -64,7 +64,7 @@ type: venv
 	@cd client && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
 		clearbox_client
 	@cd $(TREE) && "$(CURDIR)/$(BIN)/mypy" --config-file "$(CURDIR)/pyproject.toml" \
-		--cache-dir "$(CURDIR)/.mypy_cache/tree" $(MODULES)
+		--num-workers $(JOBS) --cache-dir "$(CURDIR)/.mypy_cache/tree" $(MODULES)
 
 test: venv lint type  ## Everything that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder \
