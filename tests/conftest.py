@@ -6,7 +6,6 @@ import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.scripts import Run
+from tests.support.starts import shorten
 from tests.support.subprocess import MARK
 
 ROOT = Path(__file__).parents[1]
@@ -140,25 +140,14 @@ def run_script(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Iterator[object]:
-    """Leave out of engines' starts and stops what costs seconds beside many tests."""
-    gc.collect()
-    gc.freeze()
+    """Let engines start quickly beside thousands of tests."""
     with pytest.MonkeyPatch.context() as patch:
-        # Upstream collects garbage in the whole heap five times for each engine, and
-        # thaws the heap when it stops: so also what was here before.
-        patch.setattr(gc, "freeze", lambda: None)
-        patch.setattr(gc, "unfreeze", lambda: None)
-        if platform := sys.modules.get("vllm.platforms.cpu"):
-            # It compares every name of every module with its kernels, for each worker.
-            register = cache(platform.CpuPlatform.register_triton_kernel_overrides)
-            name = "register_triton_kernel_overrides"
-            patch.setattr(platform.CpuPlatform, name, staticmethod(register))
-        if registry := sys.modules.get("vllm.model_executor.models.registry"):
-            # It inspects each class of models in a new process.
-            patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
-        result = yield
-    gc.unfreeze()
-    return result
+        shorten(patch)
+        try:
+            return (yield)
+        finally:
+            patch.undo()
+            gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -190,10 +179,11 @@ def pytest_collection_modifyitems(
             item._id = type(item._id).parse(f"{item.nodeid}@{name}")
             assert item.nodeid.endswith(name), "pytest reads another name"
 
-    def rank(item: pytest.Item) -> tuple[bool, bool, int, str]:
+    def rank(item: pytest.Item) -> tuple[bool, bool, int, str, bool]:
         name = shared.get(item, "")
         is_long = bool(item.get_closest_marker("e2e"))
-        return not _is_apart(item), not is_long, -sizes[name], name
+        is_last = bool(item.get_closest_marker("last"))
+        return not _is_apart(item), not is_long, -sizes[name], name, is_last
 
     items.sort(key=rank)
 

@@ -74,9 +74,11 @@ def files(root: Path) -> set[Path]:
     return {path for path in root.rglob("*") if path.is_file()}
 
 
+@pytest.mark.last
 def test_a_server_that_is_stopped_flushes_or_reports_its_captures(
-    server: Server, tmp_path: Path
+    capture_server: Server, capture_root: Path
 ) -> None:
+    server = capture_server
     running = Streaming(server, "running")
     running.wait_for_chunks(3)
     for number in range(5):  # No request waits for their files.
@@ -84,13 +86,13 @@ def test_a_server_that_is_stopped_flushes_or_reports_its_captures(
     server.close()
     assert running.has_ended(30)
     for number in range(5):
-        rows = read_request(tmp_path, "stops", f"r{number}")
+        rows = read_request(capture_root, "stops", f"r{number}")
         assert [tuple(each.shape) for each in rows.values()] == [(6, 64)] * 3
     log = server.log.read_text()
-    whole = (tmp_path / "stops" / "running").exists()
+    whole = (capture_root / "stops" / "running").exists()
     reported = "requests are being captured; their captures fail: ['cmpl-" in log
     assert whole or reported, log[-3000:]
-    suffixes = {path.suffix for path in files(tmp_path)}
+    suffixes = {path.suffix for path in files(capture_root / "stops")}
     assert suffixes == {".bin", ".json"}, "something is left that is not whole"
 
 

@@ -80,12 +80,8 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
     """Start an engine, capture everything, and steer each tap in a separate request."""
     from tests.support.captured import Keeper
     from vllm import LLM, SamplingParams
-    from vllm.model_executor.models import registry
 
     stand_in(case.stand_ins)
-    # Upstream inspects every model class in a new process, once per version of its
-    # file, which takes seconds. No case needs that.
-    registry._run_in_subprocess = lambda look: look()
     keeper = Keeper()
     arguments: dict[str, Any] = {
         "model": str(model),

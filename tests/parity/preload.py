@@ -10,13 +10,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import transformers.models.auto.modeling_auto  # noqa: F401
 
 import tests.parity.comparison
 import tests.support.captured  # noqa: F401
 import vllm.v1.engine.llm_engine
+from tests.support.starts import shorten
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
     # This changes modules that a GPU's worker uses too.
     import vllm.v1.worker.cpu_worker  # noqa: F401
+
+shorten(pytest.MonkeyPatch())
