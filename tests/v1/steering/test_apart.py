@@ -24,10 +24,6 @@ def run_interpreted(which: str, *files: str) -> None:
     )
 
 
-def test_the_v2_runner() -> None:
-    run_interpreted("llama and (post_attn or whole_prompt or batch or slots)", *FILES)
-
-
 @pytest.mark.soak
 def test_the_v2_runner_with_every_model_and_test() -> None:
     run_interpreted("", *FILES)
@@ -36,12 +32,6 @@ def test_the_v2_runner_with_every_model_and_test() -> None:
 @pytest.mark.soak
 def test_the_v2_runners_prefix_cache() -> None:
     run_interpreted("prefix_cache", f"{HERE}/test_prefix_cache.py")
-
-
-def test_compiled_passes() -> None:
-    # Upstream cannot start an engine on a CPU after llvmlite was loaded, which other
-    # tests do.
-    run_tests(f"{HERE}/apart/test_compiled.py", timeout=1200)
 
 
 @pytest.mark.multiprocess

@@ -18,7 +18,7 @@ def test_hook_points_over_shares_do_what_one_over_all_tokens_does(
     """Covers ranks with padding only, compiled code, and edited rows."""
     module = "tests.model_executor.layers.residual.ranks"
     done = subprocess.run(
-        [sys.executable, "-m", module, str(tmp_path), "2", "3"],
+        [sys.executable, "-m", module, str(tmp_path), "3"],
         cwd=ROOT,
         capture_output=True,
         text=True,

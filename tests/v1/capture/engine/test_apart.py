@@ -8,11 +8,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 HERE = "tests/v1/capture/engine"
 
 
-def test_drafts() -> None:
-    # Separate, because upstream cannot start an engine after numba was imported.
-    run_tests(f"{HERE}/apart/test_drafts.py")
-
-
 @pytest.mark.multiprocess
 def test_drafts_that_are_known_on_the_device_only() -> None:
     file = f"{HERE}/apart/test_drafts_ahead.py"
