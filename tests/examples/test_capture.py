@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The capture examples: all on one engine, one of them as a user runs it."""
+"""The capture examples: all on one engine, one of them with its own."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.scripts import Run
 from vllm import LLM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -66,16 +66,12 @@ def test_prompts_are_compared(
             assert len(row) == size and row[index] == "1.00"
 
 
-def test_a_script_runs_by_itself() -> None:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "compare_prompts.py"), "One day", "At night"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "layers of prompt 0:" in done.stdout
+def test_a_script_runs_by_itself(
+    run_script: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = FOLDER / "compare_prompts.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "One day", "At night"])
+    assert "layers of prompt 0:" in run_script(script.read_text())
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.name)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python code of pages whose libraries need not be installed runs unchanged."""
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,21 +16,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 MODEL = "examples/demo_model/weights"
 
 
-def guarded(code: str) -> str:
-    """The code within a main guard, which engines in processes of their own need."""
-    lines = "".join(f"    {line}" for line in code.splitlines(keepends=True))
-    return f'if __name__ == "__main__":\n{lines}'
-
-
 def test_probe_hook(run_script: Run) -> None:
     (code,) = code_of("probe-hook")
     printed = run_script(code)
     assert "torch.Size([8, 192])" in printed
 
 
-def test_activation_capture(tmp_path: Path) -> None:
+def test_activation_capture(run_script: Run) -> None:
     (code,) = code_of("activation-capture")
-    printed = printed_by(tmp_path, guarded(code))
+    with mock.patch.dict(os.environ):
+        printed = run_script(code)
     assert ", 64)" in printed and len(printed.splitlines()) >= 3
 
 
@@ -55,7 +52,8 @@ async def main():
     print("values", [tuple(one.shape) for one in values] == [(len(ids), 3)])
     await model.shutdown()
 """
-    printed = printed_by(tmp_path, script + guarded("asyncio.run(main())\n"))
+    guarded = 'if __name__ == "__main__":\n    asyncio.run(main())\n'
+    printed = printed_by(tmp_path, script + guarded)
     assert "rows [True, True]" in printed and "values True" in printed
     assert len(printed.splitlines()) >= 7
 
@@ -96,6 +94,6 @@ def test_plug_ins_and_readers_of_the_reference_fork(tmp_path: Path) -> None:
     reader = reader.replace("/captures/", "captures/")
     reader += 'print("read", len(rows) == tokens)\n'
     script = OF_THE_FORK.replace("MODEL", repr(MODEL)) + reader
-    printed = printed_by(tmp_path, guarded(script))
+    printed = printed_by(tmp_path, script)
     assert "norm True" in printed and "calm True" in printed
     assert "read True" in printed

@@ -76,11 +76,7 @@ def answers(folder: Path) -> dict[str, Any]:
     command += ["--capture-consumers", f"filesystem:root={folder / 'rows'}"]
     done = subprocess.run(
         command,
-        env={
-            **os.environ,
-            **serving.ENVIRONMENT,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        },
+        env=os.environ | serving.ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=280,

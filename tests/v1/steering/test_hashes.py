@@ -50,12 +50,11 @@ def named() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("seed", ["0", "1"])  # that of this process is random
-def test_names_are_the_same_in_other_processes(seed: str) -> None:
+def test_names_are_the_same_in_other_processes() -> None:
     code = "import json; from tests.v1.steering.test_hashes import named; "
     done = subprocess.run(
         [sys.executable, "-c", code + "print('named', json.dumps(named()))"],
-        env=os.environ | {"PYTHONHASHSEED": seed},
+        env=os.environ | {"PYTHONHASHSEED": "1"},  # that of this process is random
         capture_output=True,
         text=True,
         check=True,
