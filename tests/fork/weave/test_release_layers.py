@@ -2,8 +2,9 @@
 """The decoder layers of the real release."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import libcst as cst
 import pytest
@@ -13,9 +14,15 @@ from fork.architectures.page import page
 from fork.architectures.reports import ArchitectureReport, reports, unaccounted
 from fork.building.builder import Order, open_release
 from fork.paths import HERE
-from fork.weave.decoder_layers import WeaveResult, weave_module
+from fork.weave.decoder_layers import (
+    RefusedLayer,
+    TappedLayer,
+    WeaveResult,
+    weave_module,
+)
 from fork.weave.layer_class import Module
 from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, SINCE, Rule
+from fork.weaving.cache import digest_of, keep, recall, weave_digest
 from tests.fork.weave._checks import check, subjects
 
 reported = pytest.mark.soak
@@ -33,6 +40,24 @@ class Woven:
     results: dict[str, WeaveResult]
 
 
+def woven(source: str, module: str) -> WeaveResult:
+    """The result of weaving a module, kept until it or the weave changes."""
+    key = digest_of([b"result", module.encode(), source.encode(), weave_digest()])
+    record = recall(key)
+    if record is None:
+        result = weave_module(source, module)
+        keep(key, asdict(result))
+        return result
+    for name, kind in (("layers", TappedLayer), ("refused", RefusedLayer)):
+        record[name] = tuple(kind(**with_tuples(one)) for one in record[name])
+    return WeaveResult(**with_tuples(record))
+
+
+def with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields with tuples for the lists that JSON has."""
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in fields.items()}
+
+
 @pytest.fixture(scope="module")
 def release() -> Woven:
     opened = open_release(Order(device="cpu"))
@@ -41,7 +66,7 @@ def release() -> Woven:
     for folder in ("vllm/model_executor/models", "vllm/models"):
         for path in sorted((root / folder).rglob("*.py")):
             module = path.relative_to(root).as_posix()
-            results[module] = weave_module(path.read_text(encoding="utf-8"), module)
+            results[module] = woven(path.read_text(encoding="utf-8"), module)
     return Woven(opened.version, root, results)
 
 

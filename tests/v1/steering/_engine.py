@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An in-process engine on a tiny model, and readers of its outputs."""
 
-import os
 from typing import Any
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.models import llama
+from vllm import LLM, SamplingParams
 from vllm.v1.capture.consumers.arrow import rows_of
 from vllm.v1.capture.consumers.filesystem import read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
@@ -28,33 +29,31 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(root: Path) -> Iterator[Any]:
-    from vllm import LLM
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        yield LLM(
-            model=str(llama(root / "model")),
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=8,
-            max_num_batched_tokens=256,
-            capture_consumers=[
-                f"filesystem:root={root / 'files'}",
-                {
-                    "name": "filesystem",
-                    "instance_name": "every",
-                    "params": {
-                        "root": str(root / "every"),
-                        "global_hooks": {"post_block": [1]},
-                        "global_positions": "last_prompt",
-                    },
+    opened = LLM(
+        str(llama(root / "model")),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        capture_consumers=[
+            f"filesystem:root={root / 'files'}",
+            {
+                "name": "filesystem",
+                "instance_name": "every",
+                "params": {
+                    "root": str(root / "every"),
+                    "global_hooks": {"post_block": [1]},
+                    "global_positions": "last_prompt",
                 },
-                f"arrow:root={root / 'tables'}",
-                "inline:max_request_bytes=40000,max_inflight_bytes=60000",
-            ],
-        )
+            },
+            f"arrow:root={root / 'tables'}",
+            "inline:max_request_bytes=40000,max_inflight_bytes=60000",
+        ],
+    )
+    yield opened
+    opened.llm_engine.engine_core.shutdown()
 
 
 def spec(**more: Any) -> dict[str, Any]:
@@ -62,8 +61,6 @@ def spec(**more: Any) -> dict[str, Any]:
 
 
 def generate(llm: Any, captures: list[dict[str, Any]], **params: Any) -> list[Any]:
-    from vllm import SamplingParams
-
     return llm.generate(
         PROMPTS[: len(captures)],
         [

@@ -5,6 +5,7 @@ import pytest
 import transformers
 
 from tests.support.models import VOCABULARY, save
+from tests.v1.steering._engine import engine
 from vllm import LLM, SamplingParams
 
 pytestmark = pytest.mark.e2e
@@ -24,13 +25,7 @@ def without_norm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         do_layer_norm_before=False,
     )
     folder = save(config, tmp_path_factory.mktemp("opt"))
-    llm = LLM(
-        str(folder),
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_readouts=True,
-    )
+    llm = engine(str(folder), max_model_len=128, enable_readouts=True)
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
