@@ -167,6 +167,7 @@ class ReadoutScheduling:
             for part in parts:
                 if part.name != rule.readout or part.error:
                     continue
+                part.unpack()
                 at = first_firing(
                     part, readout, rule, max(least, request.num_prompt_tokens)
                 )
@@ -213,6 +214,7 @@ def _below(part: ReadoutPart, stop: int | None) -> list[ReadoutPart]:
 def _between(part: ReadoutPart, low: int, high: int) -> ReadoutPart:
     if part.reduced or (low == part.start and high == part.start + part.count):
         return part
+    part.unpack()
     rows = slice(low - part.start, high - part.start)
     own = {name: one[rows] for name, one in part.arrays.items()}
     return ReadoutPart(part.name, low, high - low, own, error=part.error)

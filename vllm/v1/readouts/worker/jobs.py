@@ -8,41 +8,38 @@ positions move on by one.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vllm.v1.residual.readout_plan import Readout, RowPart
-from vllm.v1.residual.row_blocks import Block, LocalGroup
-from vllm.v1.residual.spans import OPEN_END, Spans
+from vllm.v1.residual.row_blocks import LocalGroup
+from vllm.v1.residual.spans import OPEN_END, Spans, overlap
 from vllm.v1.residual.step_layout import Layout, PlacedStep
 from vllm.v1.residual.tap import Tap
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """The rows of one group of taps of a request in a step."""
+class StagedSpan(NamedTuple):
+    """Consecutive positions of a request whose rows are staged, of a group of taps."""
 
-    positions: Indices
-    """`[n]`: token position of each row, ascending."""
-    rows: Indices
-    """`[n]`: index at the group's first tap of the (first) staging row of each row."""
+    start: int
+    stop: int
+    row: int
+    """Index at the group's first tap of the (first) staging row of `start`."""
     stride: int
     """Offset from the rows of one tap to those of the next."""
-    each: int = 1
+    each: int
     """Staging rows that a row takes."""
 
 
-def staged_groups(
+def staged_spans(
     layout: Layout, shift: int, wanted: Mapping[str, object]
-) -> dict[str, dict[int, Staged]]:
-    """The staged rows of requests with readouts, by request and group.
+) -> dict[str, dict[int, list[StagedSpan]]]:
+    """The staged rows of requests with readouts, by request and group, ascending.
 
     Args:
         layout: the step's layout.
@@ -50,85 +47,70 @@ def staged_groups(
         wanted: requests with readouts, by id.
 
     """
-    spans: dict[str, dict[int, list[tuple[int, int, int, Block]]]] = {}
+    found: dict[str, dict[int, list[StagedSpan]]] = {}
     base = 0
     for block in layout.blocks:
+        each, stride = block.each, block.num_rows * block.each
         for req_id, row in block.decoding.items():
             if req_id in wanted:
-                one = row.origin + shift, 1, base + block.each * row.place, block
-                spans.setdefault(req_id, {}).setdefault(row.group, []).append(one)
-        for (req_id, group, start, count, _), at in zip(block.picks, block.offsets):
+                at = row.origin + shift
+                span = StagedSpan(at, at + 1, base + each * row.place, stride, each)
+                found.setdefault(req_id, {})[row.group] = [span]
+        for (req_id, group, start, count, _), offset in zip(block.picks, block.offsets):
             if req_id in wanted:
-                one = start, count, base + block.each * at, block
-                spans.setdefault(req_id, {}).setdefault(group, []).append(one)
+                row_at = base + each * offset
+                span = StagedSpan(start, start + count, row_at, stride, each)
+                found.setdefault(req_id, {}).setdefault(group, []).append(span)
         base += block.num_staged
-    return {
-        req_id: {group: _joined(found) for group, found in by_group.items()}
-        for req_id, by_group in spans.items()
-    }
+    return found
 
 
-def _joined(spans: Sequence[tuple[int, int, int, Block]]) -> Staged:
-    ordered = sorted(spans, key=itemgetter(0))
-    block = ordered[0][3]
-    each = block.each
-    positions = [np.arange(start, start + n) for start, n, _, _ in ordered]
-    rows = [np.arange(row, row + each * n, each) for _, n, row, _ in ordered]
-    stride = block.num_rows * each
-    return Staged(np.concatenate(positions), np.concatenate(rows), stride, each)
+Place: TypeAlias = tuple[int, int]
+"""The group of a tap, and its index there."""
 
 
-def rows_at(
-    taps: Sequence[Tap],
-    ranges: Spans,
-    groups: Sequence[LocalGroup],
-    staged: Mapping[int, Staged],
-) -> tuple[Indices, Indices]:
-    """The positions `[n]` within `ranges`, and their rows `[n, taps]` in the step.
-
-    A row that takes several staging rows has as many columns.
-
-    A tap is staged at every position that any of its readouts needs, so all taps have
-    the same positions within `ranges`.
-    """
-    columns = []
-    positions = np.zeros(0, dtype=np.int64)
+def places_of(taps: Sequence[Tap], groups: Sequence[LocalGroup]) -> tuple[Place, ...]:
+    """Where a request has rows of these taps."""
     where = {
         tap: (g, j) for g, one in enumerate(groups) for j, tap in enumerate(one.taps)
     }
-    for tap in taps:
-        group, column = where[tap]
-        found = staged.get(group)
-        if found is None:
-            return np.zeros(0, dtype=np.int64), np.zeros((0, len(taps)), dtype=np.int64)
-        kept = within(found.positions, ranges)
-        positions = found.positions[kept]
-        first = found.rows[kept] + column * found.stride
-        columns += [first + more for more in range(found.each)]
-    return positions, np.stack(columns, axis=1)
+    return tuple([where[tap] for tap in taps])
 
 
-def within(positions: Indices, ranges: Spans) -> npt.NDArray[np.bool_]:
-    """A mask of the positions that lie within `ranges`."""
-    kept = np.zeros(len(positions), dtype=bool)
-    for start, stop in ranges:
-        kept |= (positions >= start) & (positions < stop)
-    return kept
+def rows_at(
+    places: Sequence[Place], ranges: Spans, staged: Mapping[int, Sequence[StagedSpan]]
+) -> Iterator[tuple[int, Indices]]:
+    """Consecutive positions within `ranges`, with their rows in the step.
+
+    A tap is staged at every position that any of its readouts needs, so all taps have
+    the same positions within `ranges`, each part of them in one span.
+
+    Yields:
+        The first position, and the rows `[n, taps]`. A row that takes several staging
+        rows has as many columns.
+
+    """
+    for span in staged.get(places[0][0], ()):
+        for start, stop in overlap(ranges, span.start, span.stop):
+            firsts: list[int] = []
+            steps: list[int] = []
+            for group, column in places:
+                spans = staged.get(group, ())
+                having = [s for s in spans if s.start <= start and stop <= s.stop]
+                if not having:
+                    break
+                own = having[0]
+                row = own.row + own.each * (start - own.start) + column * own.stride
+                firsts += range(row, row + own.each)
+                steps += [own.each] * own.each
+            else:
+                yield start, np.outer(np.arange(stop - start), steps) + firsts
 
 
 def steps_until_change(ranges: Spans, position: int) -> int:
     """The number of following positions on the same side of every edge of `ranges`."""
     edges = [edge for span in ranges for edge in span if edge > position]
     return min(edges, default=OPEN_END) - position - 1
-
-
-def runs(positions: Indices) -> list[tuple[int, int]]:
-    """Index ranges `[first, last)` of consecutive positions."""
-    if not len(positions):
-        return []
-    breaks = (np.flatnonzero(np.diff(positions) != 1) + 1).tolist()
-    edges = [0, *breaks, len(positions)]
-    return list(pairwise(edges))
 
 
 JobKey: TypeAlias = tuple[Any, ...]
@@ -142,7 +124,8 @@ class ReadingRequest:
     """A request with readouts, restricted to those with taps in this process."""
 
     readouts: tuple[Readout, ...]
-    groups: tuple[LocalGroup, ...]
+    places: tuple[tuple[Place, ...], ...]
+    """Of each readout: where the rows are that it reads."""
     keys: tuple[JobKey, ...]
     """Key of each readout; readouts with equal keys share a job."""
     num_prompt_tokens: int
@@ -248,25 +231,26 @@ def make_job_set(
     """
     layout, shift = placed.layout, placed.shift
     jobs: dict[tuple[JobKey, RowPart | None], Job] = {}
-    indices: dict[tuple[JobKey, RowPart | None], list[Indices]] = {}
     until = OPEN_END
-    staged = staged_groups(layout, shift, requests)
+    staged = staged_spans(layout, shift, requests)
     for req_id, by_group in staged.items():
         request = requests[req_id]
-        position = max(int(one.positions[-1]) for one in by_group.values())
-        for readout, key in zip(request.readouts, request.keys):
+        position = max([own[-1].stop for own in by_group.values()]) - 1
+        for readout, key, places in zip(request.readouts, request.keys, request.places):
             edges = readout.ranges
             if readout.reduce != "none":
                 edges = (*edges, (0, request.num_prompt_tokens))
             until = min(until, 1 + steps_until_change(edges, position))
-            found = rows_at(readout.staged, readout.ranges, request.groups, by_group)
-            for part, key_of_part in _parts(request, readout, key, *found):
-                where = key_of_part, readout.part
-                job = jobs.setdefault(where, Job(key_of_part, part=readout.part))
-                _add(job, indices.setdefault(where, []), req_id, readout, *part)
-    for where, job in jobs.items():
+            for found in rows_at(places, readout.ranges, by_group):
+                for key_of_part, start, rows in _parts(request, readout, key, *found):
+                    where = key_of_part, readout.part
+                    if where not in jobs:
+                        jobs[where] = Job(key_of_part, part=readout.part)
+                    _add(jobs[where], req_id, readout, start, rows)
+    for job in jobs.values():
         if job.key[0] != "reduce":  # Those rows are found by their first one.
-            job.index = to_device(np.concatenate(indices[where]))
+            every = [entry.rows.reshape(-1) for entry in job.entries]
+            job.index = to_device(np.concatenate(every))
     known = starts()
     first = {req_id: known[req_id] for req_id in staged}
     return JobSet(layout, shift, shift + until, list(jobs.values()), first)
@@ -276,39 +260,30 @@ def _parts(
     request: ReadingRequest,
     readout: Readout,
     key: JobKey,
-    positions: Indices,  # [n]
+    start: int,
     rows: Indices,  # [n, taps]
-) -> Iterator[tuple[tuple[Indices, Indices], JobKey]]:
-    """Split a readout's positions and rows by job.
+) -> Iterator[tuple[JobKey, int, Indices]]:
+    """Split consecutive positions of a readout by job: key, start and rows.
 
     Rows of prompt tokens are reduced in the worker. Rows of generated tokens are few
     and may belong to tokens that are dropped later, so the front end reduces them.
     """
     if readout.reduce == "none":
-        parts = [(np.ones(len(positions), dtype=bool), key)]
-    else:
-        prompt = positions < request.num_prompt_tokens
-        fresh = positions >= request.reduced.get(readout.name, 0)
-        parts = [(prompt & fresh, key), (~prompt, ROWS)]
-    for kept, where in parts:
-        if kept.any():
-            yield (positions[kept], rows[kept]), where
+        yield key, start, rows
+        return
+    stop = start + len(rows)
+    edge = min(max(request.num_prompt_tokens, start), stop)
+    fresh = max(request.reduced.get(readout.name, 0), start)
+    if fresh < edge:
+        yield key, fresh, rows[fresh - start : edge - start]
+    if edge < stop:
+        yield ROWS, edge, rows[edge - start :]
 
 
-def _add(
-    job: Job,
-    indices: list[Indices],
-    req_id: str,
-    readout: Readout,
-    positions: Indices,
-    rows: Indices,  # [n, taps], with several columns per tap as in `Entry`
-) -> None:
-    each = _each(readout)
-    first = sum(len(part) for part in indices) // each
-    taps = rows.shape[1] // each
+def _add(job: Job, req_id: str, readout: Readout, start: int, rows: Indices) -> None:
+    """Add consecutive positions; `rows` as in `Entry`."""
+    before = job.entries[-1] if job.entries else None
+    first = 0 if before is None else before.first + before.num_rows
     reduced = job.key[0] == "reduce"
-    for a, b in runs(positions):
-        start, at = int(positions[a]), first + a * taps
-        entry = Entry(req_id, readout, start, b - a, at, rows[a:b], reduced)
-        job.entries.append(entry)
-    indices.append(rows.reshape(-1))
+    entry = Entry(req_id, readout, start, len(rows), first, rows, reduced)
+    job.entries.append(entry)

@@ -7,16 +7,18 @@ of entries if rows are reduced.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.modules import ProbeModule
-from vllm.v1.readouts.worker.jobs import Job
+from vllm.v1.readouts.worker.jobs import Entry, Indices, Job
 from vllm.v1.residual.heads import rows_of_heads
-from vllm.v1.residual.readout_plan import Probe, RowPart
+from vllm.v1.residual.readout_plan import Probe, Readout, RowPart
 
 Arrays: TypeAlias = dict[str, torch.Tensor]
 
@@ -90,26 +92,40 @@ def norms(job: Job, rows: torch.Tensor) -> Arrays:
 
     """
     if "before" not in job.kept:
-        job.kept["before"] = _rows_before(job).to(rows.device, non_blocking=True)
-    before = job.kept["before"]
+        found = async_tensor_h2d(_rows_before(job), device=rows.device)
+        job.kept["before"] = found.clamp(min=0), found < 0
+    before, missing = job.kept["before"]
     wide = rows.float()
     lengths = wide.norm(dim=-1)
-    products = (wide * wide[before.clamp(min=0)]).sum(dim=-1)
-    cosine = products / (lengths * lengths[before.clamp(min=0)])
-    return {"norm": lengths, "cosine": cosine.masked_fill(before < 0, float("nan"))}
+    products = (wide * wide[before]).sum(dim=-1)
+    cosine = products / (lengths * lengths[before])
+    return {"norm": lengths, "cosine": cosine.masked_fill(missing, float("nan"))}
 
 
-def _rows_before(job: Job) -> torch.Tensor:
-    """`[R]` int64: index of the row at the previous layer within the job, or -1."""
-    before: list[int] = []
-    for entry in job.entries:
-        staged = entry.readout.staged
-        place = {tap: number for number, tap in enumerate(staged)}
-        ahead = [place.get((layer - 1, hook), -1) for layer, hook in staged]
-        for token in range(entry.count):
-            base = entry.first + token * len(staged)
-            before += [base + one if one >= 0 else -1 for one in ahead]
-    return torch.tensor(before)
+def _rows_before(job: Job) -> Indices:
+    """`[R]`: index of the row at the previous layer within the job, or -1."""
+    before = []
+    for _, alike in groupby(job.entries, _norm_of):
+        entries = list(alike)
+        ahead = _taps_before(entries[0].readout)
+        tokens = [
+            row
+            for one in entries
+            for row in range(one.first, one.first + len(ahead) * one.count, len(ahead))
+        ]
+        rows = np.array(tokens)[:, None] + ahead
+        before.append(np.where(ahead < 0, -1, rows).reshape(-1))
+    return np.concatenate(before)
+
+
+def _norm_of(entry: Entry) -> object:
+    return entry.readout.taps, entry.readout.after, entry.readout.alone
+
+
+def _taps_before(readout: Readout) -> np.ndarray:
+    """For each staged tap, the index of the one at the previous layer, or -1."""
+    place = {tap: number for number, tap in enumerate(readout.staged)}
+    return np.array([place.get((layer - 1, hook), -1) for layer, hook in place])
 
 
 def inline_probe(probe: Probe, device: torch.device) -> ProbeModule:

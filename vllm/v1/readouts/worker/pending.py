@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's results while they are being copied from the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -12,7 +12,13 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.worker.jobs import Entry
 from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.readout_plan import ReadoutPart, RequestReadouts, StepReadouts
+from vllm.v1.residual.readout_plan import (
+    MAX_PACKED,
+    Kind,
+    ReadoutPart,
+    RequestReadouts,
+    StepReadouts,
+)
 from vllm.v1.residual.receipts import Fired, StepReceipt
 from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.residual.tap import Tap
@@ -24,6 +30,11 @@ LENS_FAILED = (
     "rank failed, whose log then says why"
 )
 """Error of a lens."""
+
+ONE_TAP: tuple[Kind, ...] = ("probe", "sae")
+"""Kinds that read a single tap, so that their results have no axis for taps."""
+BY_ROW: tuple[Kind, ...] = (*ONE_TAP, "lens", "norm", "rows")
+"""Kinds whose arrays have a value for each row of a job."""
 
 
 @dataclass(slots=True)
@@ -75,9 +86,7 @@ class PendingReadouts:
         found: StepReadouts = {}
         pieces: dict[_Tokens, list[_Piece]] = {}
         for result in self.results:
-            arrays = {name: one.numpy() for name, one in result.arrays.items()}
-            for number, entry in enumerate(result.entries):
-                part = _part(result, number, entry, arrays)
+            for entry, part in zip(result.entries, _parts(result)):
                 of_request = found.get(entry.req_id)
                 if of_request is None:
                     start = self.starts[entry.req_id] + self.shift
@@ -85,6 +94,7 @@ class PendingReadouts:
                 if not self.split or part.name not in self.split.get(entry.req_id, ()):
                     of_request.parts.append(part)
                     continue
+                part.unpack()
                 tokens = entry.req_id, part.name, part.start, part.count, part.reduced
                 pieces.setdefault(tokens, []).append((entry.readout.taps, part))
         for (req_id, name, *_), own in pieces.items():
@@ -133,6 +143,45 @@ def _find_failures(result: JobResult) -> None:
             result.errors[number] = LENS_FAILED
 
 
+def _parts(result: JobResult) -> Iterator[ReadoutPart]:
+    """The part of each entry."""
+    arrays = {name: one.numpy() for name, one in result.arrays.items()}
+    by_row = _values_by_row(result, arrays)
+    for number, entry in enumerate(result.entries):
+        if not by_row or entry.count != 1 or number in result.errors:
+            yield _part(result, number, entry, arrays)
+            continue
+        # A single token, as of most requests in most steps.
+        readout, start = entry.readout, entry.start + result.shift
+        taps = len(readout.taps)
+        axes = (1,) if readout.kind in ONE_TAP else (1, taps)
+        first, stop = entry.first, entry.first + taps  # The taps that it reads.
+        packed = {
+            label: (dtype, axes + shape, data[first * size : stop * size])
+            for label, dtype, shape, size, data in by_row
+        }
+        yield ReadoutPart(readout.name, start, 1, {}, packed=packed)
+
+
+def _values_by_row(
+    result: JobResult, arrays: dict[str, np.ndarray[Any, Any]]
+) -> list[tuple[str, str, tuple[int, ...], int, bytes]]:
+    """Of each array: label, dtype, shape and bytes of a row's value, and all data.
+
+    Empty if arrays have no value for each row, or are too large to be packed.
+    """
+    if not result.entries or result.entries[0].reduced:
+        return []
+    size = sum([one.nbytes for one in arrays.values()])
+    kind = result.entries[0].readout.kind
+    if kind not in BY_ROW or size > MAX_PACKED * len(result.entries):
+        return []
+    return [
+        (label, one.dtype.str, one.shape[1:], one.nbytes // len(one), one.tobytes())
+        for label, one in arrays.items()
+    ]
+
+
 def _part(
     result: JobResult,
     number: int,
@@ -157,8 +206,7 @@ def _part(
     if entry.readout.kind == "custom":
         own = {"values": arrays[str(number)]}
         return ReadoutPart(name, start, entry.count, own)
-    if entry.readout.kind in ("probe", "sae"):
-        # They read a single tap, so their results have no axis for taps.
+    if entry.readout.kind in ONE_TAP:
         rows = slice(entry.first, entry.first + entry.count)
         own = {label: one[rows] for label, one in arrays.items()}
         return ReadoutPart(name, start, entry.count, own)

@@ -32,6 +32,7 @@ from vllm.v1.readouts.worker.jobs import (
     ReadingRequest,
     make_job_set,
     no_rows,
+    places_of,
     reads,
 )
 from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, part_of, reduce_rows
@@ -202,7 +203,12 @@ class WorkerReadouts:
             if share.joined is not None:
                 joined[one.name] = share.joined, self._key(share.joined)
         self._requests[req_id] = ReadingRequest(
-            tuple(readouts), groups, tuple(keys), num_prompt_tokens, {}, adapter=adapter
+            tuple(readouts),
+            tuple(places_of(one.staged, groups) for one in readouts),
+            tuple(keys),
+            num_prompt_tokens,
+            {},
+            adapter=adapter,
         )
         if self._stages.is_last and len(self._stages.starts) > 1:
             self._joined[req_id] = joined
