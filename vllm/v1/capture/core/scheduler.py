@@ -99,15 +99,17 @@ class CaptureScheduling:
         self._at_most = 0
         """Upper bound of the step's rows: every token has a row at each tap."""
         self._ends: list[CaptureEnd] = []
-        self._plans: dict[str, CapturePlan] = {}
+        self._plans: dict[str, tuple[CapturePlan, int]] = {}
+        """By request: its plan, and the number of its taps."""
         self._reforwarded = 0
 
     def add_request(self, request: "Request") -> None:
         """Register a request that was added to this engine."""
         plan = plan_of(request)
         if plan is not None:
-            self._plans[request.request_id] = plan
-            if plan.num_taps > self._most_taps:
+            taps = plan.num_taps
+            self._plans[request.request_id] = plan, taps
+            if taps > self._most_taps:
                 self._large.add(request.request_id)
                 self.counts = True
 
@@ -131,10 +133,11 @@ class CaptureScheduling:
 
         The rest is scheduled in later steps. Only to be called while `counts` is true.
         """
-        plan = self._plans.get(request.request_id)
-        if plan is None or num_tokens <= 0:
+        known = self._plans.get(request.request_id)
+        if known is None or num_tokens <= 0:
             return num_tokens
-        if self._at_most + num_tokens * plan.num_taps <= self._rows_per_step:
+        plan, taps = known
+        if self._at_most + num_tokens * taps <= self._rows_per_step:
             return num_tokens
         left = max(self._rows_per_step - self._count(), 0)
         if plan.rows_in(computed, computed + num_tokens) <= left:
@@ -150,9 +153,10 @@ class CaptureScheduling:
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
         """Count scheduled tokens; only to be called while `counts` is true."""
-        plan = self._plans.get(request.request_id)
-        if plan is not None:
-            self._at_most += num_tokens * plan.num_taps
+        known = self._plans.get(request.request_id)
+        if known is not None:
+            plan, taps = known
+            self._at_most += num_tokens * taps
             self._uncounted.append((plan, computed, num_tokens))
 
     def begins(self, request: "Request") -> None:
