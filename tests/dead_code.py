@@ -48,7 +48,6 @@ IGNORED_NAMES = [
     "load_module",
     "crc32c_reference",  # tests check other code with these
     "hang",
-    "unaccounted",
     "vocabulary",
     "vanilla",  # nnbench calls these of its backends
     "teardown",

@@ -80,11 +80,6 @@ def reports(
     return _unwrapped(rows)
 
 
-def unaccounted(rows: list[ArchitectureReport]) -> list[ArchitectureReport]:
-    """The architectures with neither decoder layers nor a listed reason."""
-    return [row for row in rows if row.refused == UNKNOWN]
-
-
 class _Layers:
     """The results of the weave, by place of the class."""
 

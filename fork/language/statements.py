@@ -13,7 +13,6 @@ from fork.language.source import (
     Definition,
     Owner,
     Source,
-    blocks,
     places,
     top_line,
 )
@@ -87,36 +86,24 @@ def before(*, scope: str, anchor: str, insert: str, why: str, count: int = 1) ->
     return edit(anchor, search, why=why, scope=scope, count=count)
 
 
-def first(
-    *, scope: str, insert: str, why: str, anchor: str | None = None, count: int = 1
-) -> Edit:
-    """Insert at the start of the scope's body, or of the anchored statement's."""
+def first(*, scope: str, insert: str, why: str) -> Edit:
+    """Insert at the start of the scope's body."""
     code = Code(insert)
 
     def search(source: Source, owner: Owner) -> Iterator[Splice]:
-        for body in _bodies(owner, anchor):
-            yield _on_top(source, body, code)
+        yield _on_top(source, owner.body, code)
 
-    _check_header(anchor)
-    return edit(
-        anchor or scope or "<module>", search, why=why, scope=scope, count=count
-    )
+    return edit(scope, search, why=why, scope=scope)
 
 
-def last(
-    *, scope: str, insert: str, why: str, anchor: str | None = None, count: int = 1
-) -> Edit:
-    """Insert at the end of the scope's body, or of the anchored statement's."""
+def last(*, scope: str, insert: str, why: str) -> Edit:
+    """Insert at the end of the scope's body."""
     code = Code(insert)
 
     def search(source: Source, owner: Owner) -> Iterator[Splice]:
-        for body in _bodies(owner, anchor):
-            yield _below(source, body[-1], code)
+        yield _below(source, owner.body[-1], code)
 
-    _check_header(anchor)
-    return edit(
-        anchor or scope or "<module>", search, why=why, scope=scope, count=count
-    )
+    return edit(scope, search, why=why, scope=scope)
 
 
 def add_field(*, scope: str, after: str, insert: str, why: str) -> Edit:
@@ -140,7 +127,7 @@ def add_field(*, scope: str, after: str, insert: str, why: str) -> Edit:
 
 
 def add_import(statement: str, *, why: str) -> Edit:
-    """Add an import below the last one at the module level."""
+    """Add imports below the last one at the module level."""
     code = Code(statement)
     if not all(
         isinstance(node, ast.Import | ast.ImportFrom) for node in code.statements
@@ -182,24 +169,6 @@ def add_base(*, scope: str, base: str, why: str) -> Edit:
         yield Splice(at, at, f"({base})".encode())
 
     return edit(base, search, why=why, scope=scope)
-
-
-def _check_header(anchor: str | None) -> None:
-    if anchor is not None and not parse_anchor(anchor).by_header:
-        raise ValueError(
-            f"anchor={anchor!r}: first and last need a header that ends in a colon, "
-            "such as 'for x in y:'"
-        )
-
-
-def _bodies(owner: Owner, anchor: str | None) -> Iterator[list[ast.stmt]]:
-    if anchor is None:
-        yield owner.body
-        return
-    pattern = parse_anchor(anchor)
-    for place in places(owner):
-        if (node := pattern.last_of(place)) is not None:
-            yield next(blocks(node))
 
 
 def _indent(source: Source, node: ast.stmt) -> bytes:

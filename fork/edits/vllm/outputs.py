@@ -5,12 +5,11 @@ from fork.language import add_field, add_import, first, last
 
 EDITS = [
     add_import(
-        "from vllm.interop.vllm_lens import responses as lens_responses",
-        why="Rows under the attribute that vllm-lens uses.",
-    ),
-    add_import(
-        "from vllm.v1.residual.frontend import outputs as residual_outputs",
-        why="Merges results, and reads those of the first sample.",
+        """
+from vllm.interop.vllm_lens import responses as lens_responses
+from vllm.v1.residual.frontend import outputs as residual_outputs
+""",
+        why="Results of the first sample, merged ones, and rows as vllm-lens has them.",
     ),
     add_field(
         scope="CompletionOutput",

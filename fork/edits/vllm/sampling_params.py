@@ -6,13 +6,11 @@ from fork.request_fields import FIELDS, NAMES, PARAMETERS
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual.core.messages import "
-        "CapturePlan, HookPlan, SteeringTiers",
-        why="The types of what admission makes of the fields.",
-    ),
-    add_import(
-        "from vllm.v1.capture.errors import check_form",
-        why="Checks a field when the parameters are made.",
+        """
+from vllm.v1.capture.errors import check_form
+from vllm.v1.residual.core.messages import CapturePlan, HookPlan, SteeringTiers
+""",
+        why="Checks a field; the types of what admission makes of the fields.",
     ),
     first(
         scope="SamplingParams._verify_args",

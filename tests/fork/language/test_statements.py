@@ -252,13 +252,6 @@ def test_a_module_gets_its_additions_on_top(
     assert_woven(before, after, edit)
 
 
-def test_a_compound_statement_has_a_body() -> None:
-    source = "for a in b:\n    x()\n    y()\nelse:\n    z()\n"
-    for end, place in ((first, "    x()\n"), (last, "else")):
-        edit = end(scope="", anchor="for a in b:", insert="hook()", why="test")
-        assert_woven(source, source.replace(place, f"    hook()\n{place}"), edit)
-
-
 def test_inner_and_outer_ends_at_one_place_keep_their_blocks() -> None:
     assert_woven(
         "def f():\n    if a:\n        b()\n",
@@ -293,8 +286,6 @@ def test_two_definitions_of_one_name_count_twice() -> None:
     source = "if a:\n    def f():\n        x()\nelse:\n    def f():\n        y()\n"
     edit = first(scope="f", insert="hook()", why="test")
     assert only_fault(source, edit).kind == "WrongCount"
-    both = first(scope="f", insert="hook()", why="test", count=2)
-    assert (run(source, both).source or "").count("hook()") == 2
 
 
 def test_the_field_to_follow_must_exist() -> None:
@@ -309,8 +300,6 @@ def test_weaving_twice_fails(place) -> None:
 
 
 def test_mistakes_in_an_edit_are_refused() -> None:
-    with pytest.raises(ValueError, match="colon"):
-        first(scope="", anchor="x = 1", insert="y()", why="test")
     with pytest.raises(ValueError, match="not an import"):
         add_import("x = 1", why="test")
     with pytest.raises(ValueError, match="declares no field"):

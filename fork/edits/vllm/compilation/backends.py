@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering additions may start early, overlapping other kernels."""
 
-from fork.language import add_import, before
+from fork.language import before
 
 EDITS = [
-    add_import(
-        "from vllm.model_executor.layers.residual.overlap_pass import "
-        "begin_additions_early",
-        why="The pass over the traced graph.",
-    ),
     before(
         scope="VllmBackend.__call__",
         anchor="self.graph = graph",
         insert="""
+from vllm.model_executor.layers.residual.overlap_pass import begin_additions_early
+
 if begin_additions_early(graph.graph):
     graph.recompile()
 """,

@@ -16,21 +16,8 @@ EDITS = [
     add_argument(
         scope="EngineArgs.create_engine_config",
         call="VllmConfig",
-        argument="capture_config=residual_args.capture_config("
-        "self, model_config, scheduler_config)",
-        why="Checks the arguments and builds the configuration.",
-    ),
-    add_argument(
-        scope="EngineArgs.create_engine_config",
-        call="VllmConfig",
-        argument="steering_config=residual_args.steering_config(self, model_config)",
-        why="Checks the arguments and builds the configuration.",
-    ),
-    add_argument(
-        scope="EngineArgs.create_engine_config",
-        call="VllmConfig",
-        argument="readout_config=residual_args.readout_config(self, model_config)",
-        why="Checks the arguments and builds the configuration.",
+        argument="**residual_args.configs(self, model_config, scheduler_config)",
+        why="Checks the arguments and builds the features' configurations.",
     ),
     before(
         scope="EngineArgs.add_cli_args",

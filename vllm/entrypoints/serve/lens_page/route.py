@@ -45,7 +45,7 @@ def attach_router(app: FastAPI, args: Namespace) -> None:
 
     The files hold nothing of the server and need no key. The routes that they call do.
     """
-    if getattr(args, "enable_lens_page", False):
+    if args.enable_lens_page:
         # In a built tree the files are links into the checkout.
         page = Page(directory=STATIC, html=True, follow_symlink=True)
         app.mount("/lens", page, name="lens")

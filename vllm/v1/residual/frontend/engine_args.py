@@ -2,7 +2,7 @@
 """The options of the features, and their configurations made from the options."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.engine_args import capture_config
 from vllm.v1.readouts.engine_args import readout_config
@@ -12,17 +12,11 @@ from vllm.v1.residual.module_info import KnownModules
 from vllm.v1.steering.frontend import engine_args as steering
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, SchedulerConfig
     from vllm.config.steering import SteeringConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = [
-    "EngineOptions",
-    "add_arguments",
-    "capture_config",
-    "readout_config",
-    "steering_config",
-]
+__all__ = ["EngineOptions", "add_arguments", "configs", "steering_config"]
 
 
 INTERP_CONFIGS = 16
@@ -44,8 +38,7 @@ class Interp(argparse.Action):
         if "inline" not in consumers:
             namespace.capture_consumers = [*consumers, "inline"]
         namespace.enable_readouts = namespace.enable_steering = True
-        if hasattr(namespace, "enable_lens_page"):  # An option of servers only.
-            namespace.enable_lens_page = True
+        namespace.enable_lens_page = True
         if namespace.max_steering_configs == parser.get_default("max_steering_configs"):
             namespace.max_steering_configs = INTERP_CONFIGS
 
@@ -63,6 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--enable-lens-page.",
     )
     add_options(parser)
+
+
+def configs(
+    args: "EngineArgs", model: "ModelConfig", scheduler: "SchedulerConfig"
+) -> dict[str, Any]:
+    """The features' fields of `VllmConfig`.
+
+    Raises:
+        VLLMValidationError: an option is invalid.
+
+    """
+    return {
+        "capture_config": capture_config(args, model, scheduler),
+        "steering_config": steering_config(args, model),
+        "readout_config": readout_config(args, model),
+    }
 
 
 def steering_config(

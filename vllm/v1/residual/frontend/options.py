@@ -44,6 +44,9 @@ class CaptureOptions:
     interp_engine_api: bool = False
     """Mount the routes of interp-engine's server: adds --enable-steering, the
     consumer inline and --enable-readouts."""
+    enable_lens_page: bool = False
+    """Serve a page at `/lens` that shows the running model: tokens tinted by readouts,
+    lens, attention, steering, patching and features. It uses the HTTP API only."""
     capture_staging_bytes: int | None = None
     """Device memory for the captured rows of steps; one step captures at most half of
     it, with --enable-readouts a third. Default: room for whole steps at one hook point

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gRPC server does not start with features that it would ignore."""
 
-from fork.language import add_import, first
+from fork.language import first
 
 EDITS = [
-    add_import(
-        "from vllm.entrypoints.serve.utils.serve_args import refuse_grpc",
-        why="Rejects such options.",
-    ),
     first(
         scope="serve_grpc",
-        insert="refuse_grpc(args)",
+        insert="""
+from vllm.entrypoints.serve.utils.serve_args import refuse_grpc
+
+refuse_grpc(args)
+""",
         why="It is also started as a module, not only by `vllm serve --grpc`.",
     ),
 ]

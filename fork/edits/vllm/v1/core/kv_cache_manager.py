@@ -5,12 +5,11 @@ from fork.language import add_import, after, before
 
 EDITS = [
     add_import(
-        "from vllm.v1.capture.core.scheduler import cacheable_tokens, note_forgone",
-        why="Limits the reuse of cached blocks.",
-    ),
-    add_import(
-        "from vllm.v1.steering.core.generated_blocks import sharable",
-        why="Limits which blocks are shared.",
+        """
+from vllm.v1.capture.core.scheduler import cacheable_tokens, note_forgone
+from vllm.v1.steering.core.generated_blocks import sharable
+""",
+        why="Limit the reuse of cached blocks, and which blocks are shared.",
     ),
     after(
         scope="KVCacheManager.get_computed_blocks",

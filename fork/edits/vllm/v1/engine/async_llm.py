@@ -5,12 +5,11 @@ from fork.language import add_import, after, before, first, replace
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual.frontend import front_end as residual_front_end",
-        why="The engine's interface to the features.",
-    ),
-    add_import(
-        "from vllm.v1.residual.frontend import methods as residual_methods",
-        why="Implements the methods below.",
+        """
+from vllm.v1.residual.frontend import front_end as residual_front_end
+from vllm.v1.residual.frontend import methods as residual_methods
+""",
+        why="The engine's interface to the features, and the methods below.",
     ),
     first(
         scope="AsyncLLM",

@@ -32,18 +32,15 @@ EDITS = [
         insert="self.residual.mark(vllm_config, kv_cache_configs)",
         why="Must happen before the scheduler and the workers copy the configuration.",
     ),
-    after(
-        scope="EngineCore.step",
-        anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
-        insert="self.residual.explain(self, engine_core_outputs)",
-        why="The blocks of requests that NaN has ended are not overwritten yet.",
-    ),
-    after(
-        scope="EngineCore.step_with_batch_queue",
-        anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
-        insert="self.residual.explain(self, engine_core_outputs)",
-        why="The blocks of requests that NaN has ended are not overwritten yet.",
-    ),
+    *[
+        after(
+            scope=f"EngineCore.{scope}",
+            anchor="engine_core_outputs = self.scheduler.update_from_output(...)",
+            insert="self.residual.explain(self, engine_core_outputs)",
+            why="The blocks of requests that NaN has ended are not overwritten yet.",
+        )
+        for scope in ("step", "step_with_batch_queue")
+    ],
     after(
         scope="EngineCore.shutdown",
         anchor="self.structured_output_manager.clear_backend()",

@@ -13,18 +13,15 @@ EDITS = [
         insert="self.steering_sent = SentVectors()\nself.stopping = False",
         why="Which vectors each engine already has, and whether the front end stops.",
     ),
-    replace(
-        scope="SyncMPClient._send_input",
-        anchor="self.encoder.encode(request)",
-        by="self.steering_sent.encoded(request, self.encoder, self.core_engine)",
-        why="Vectors that the engine already has are sent by digest.",
-    ),
-    replace(
-        scope="AsyncMPClient._send_input",
-        anchor="self.encoder.encode(request)",
-        by="self.steering_sent.encoded(request, self.encoder, engine)",
-        why="Vectors that the engine already has are sent by digest.",
-    ),
+    *[
+        replace(
+            scope=f"{kind}MPClient._send_input",
+            anchor="self.encoder.encode(request)",
+            by=f"self.steering_sent.encoded(request, self.encoder, {engine})",
+            why="Vectors that the engine already has are sent by digest.",
+        )
+        for kind, engine in (("Sync", "self.core_engine"), ("Async", "engine"))
+    ],
     after(
         scope="MPClient._apply_ready_response",
         anchor="cache_config.block_size = response.block_size",

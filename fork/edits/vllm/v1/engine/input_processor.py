@@ -5,16 +5,12 @@ from fork.language import add_import, after, first
 
 EDITS = [
     add_import(
-        "from vllm.interop.vllm_lens import requests as lens_requests",
-        why="Requests in the format of vllm-lens.",
-    ),
-    add_import(
-        "from vllm.entrypoints.serve.utils.residual_fields import refuse_args",
-        why="Rejects unsupported keys.",
-    ),
-    add_import(
-        "from vllm.v1.residual.frontend.front_end import NO_FRONT_END",
-        why="The input processor's interface to the features.",
+        """
+from vllm.entrypoints.serve.utils.residual_fields import refuse_args
+from vllm.interop.vllm_lens import requests as lens_requests
+from vllm.v1.residual.frontend.front_end import NO_FRONT_END
+""",
+        why="Reject unknown keys, translate those of vllm-lens, and admit requests.",
     ),
     first(
         scope="InputProcessor",

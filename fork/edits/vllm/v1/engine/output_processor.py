@@ -26,12 +26,11 @@ def end_request(anchor: str) -> Edit:
 
 EDITS = [
     add_import(
-        "from vllm.v1.residual.frontend.front_end import NO_FRONT_END",
-        why="The output processor's interface to the features.",
-    ),
-    add_import(
-        "from vllm.v1.residual.frontend import results as residual_results",
-        why="The results of a request.",
+        """
+from vllm.v1.residual.frontend import results as residual_results
+from vllm.v1.residual.frontend.front_end import NO_FRONT_END
+""",
+        why="Its interface to the features, and the results of a request.",
     ),
     first(
         scope="RequestState",
@@ -89,21 +88,21 @@ output = self._new_completion_output(new_token_ids, finish_reason, stop_reason)
         ),
     ),
     before(
-        scope="OutputProcessor.process_outputs",
-        anchor="return OutputProcessorOutput(...)",
-        insert="self.residual.flush()",
-        why="Sends one message to the engine for all requests that have ended.",
-    ),
-    before(
         scope="OutputProcessor.abort_requests",
         anchor="self.lora_states.request_finished(request_id, req_state.lora_name)",
         insert='self.residual.end_request(req_state, "abort")',
         why="An aborted request ends with the tokens that its client has received.",
     ),
-    before(
-        scope="OutputProcessor.abort_requests",
-        anchor="return request_ids_to_abort",
-        insert="self.residual.flush()",
-        why="Informs the engine about aborted captures.",
-    ),
+    *[
+        before(
+            scope=f"OutputProcessor.{scope}",
+            anchor=anchor,
+            insert="self.residual.flush()",
+            why="Sends one message to the engine for all requests that have ended.",
+        )
+        for scope, anchor in (
+            ("process_outputs", "return OutputProcessorOutput(...)"),
+            ("abort_requests", "return request_ids_to_abort"),
+        )
+    ],
 ]

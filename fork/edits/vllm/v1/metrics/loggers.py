@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus exports how often conditions of steering have fired."""
 
-from fork.language import add_import, after, first
+from fork.language import after, first
 
 EDITS = [
-    add_import(
-        "from vllm.v1.steering.frontend.metrics import SteeringMetrics",
-        why="The metrics of steering.",
-    ),
     after(
         scope="PrometheusStatLogger.__init__",
         anchor="unregister_vllm_metrics()",
-        insert="self.steering_metrics = SteeringMetrics(vllm_config)",
+        insert="""
+from vllm.v1.steering.frontend.metrics import SteeringMetrics
+
+self.steering_metrics = SteeringMetrics(vllm_config)
+""",
         why="Must follow the removal of an earlier engine's metrics.",
     ),
     first(

@@ -11,20 +11,17 @@ EDITS = [
         "from vllm.v1.worker import residual_graphs, residual_open, residual_views",
         why="The runners' interface to capture and steering.",
     ),
-    replace(
-        scope="GPUModelRunner.profile_cudagraph_memory",
-        anchor="self.cudagraph_dispatcher.get_capture_descs()",
-        by="residual_graphs.dispatched_families("
-        "self.cudagraph_dispatcher.get_capture_descs())",
-        why="The graphs of all families need memory.",
-    ),
-    replace(
-        scope="GPUModelRunner.capture_model",
-        anchor="self.cudagraph_dispatcher.get_capture_descs()",
-        by="residual_graphs.dispatched_families("
-        "self.cudagraph_dispatcher.get_capture_descs())",
-        why="Each graph of the target model is recorded once per family.",
-    ),
+    *[
+        replace(
+            scope=f"GPUModelRunner.{scope}",
+            anchor="self.cudagraph_dispatcher.get_capture_descs()",
+            by="residual_graphs.dispatched_families("
+            "self.cudagraph_dispatcher.get_capture_descs())",
+            why="Each graph of the target model is recorded once per family, and all "
+            "of them need memory.",
+        )
+        for scope in ("profile_cudagraph_memory", "capture_model")
+    ],
     first(
         scope="GPUModelRunner._warmup_and_capture",
         insert=("residual_graphs.record_family(desc.tapped, cudagraph_runtime_mode)"),
@@ -87,18 +84,14 @@ self.residual.begin_step(num_tokens_padded)
         by="envs.VLLM_COMPUTE_NANS_IN_LOGITS or self.residual.checks_streams",
         why="A steered request must end when its stream is no longer finite.",
     ),
-    replace(
-        scope="GPUModelRunner._bookkeeping_sync",
-        anchor="count_nans_per_row(logits)",
-        by="count_nans_per_row("
-        "residual_views.first_rows(logits, self.input_batch, scheduler_output))",
-        why="With draft tokens a request has several rows.",
-    ),
-    replace(
-        scope="GPUModelRunner._bookkeeping_sync",
-        anchor="self._get_nans_in_logits(logits)",
-        by="self._get_nans_in_logits("
-        "residual_views.first_rows(logits, self.input_batch, scheduler_output))",
-        why="With draft tokens a request has several rows.",
-    ),
+    *[
+        replace(
+            scope="GPUModelRunner._bookkeeping_sync",
+            anchor=f"{function}(logits)",
+            by=f"{function}("
+            "residual_views.first_rows(logits, self.input_batch, scheduler_output))",
+            why="With draft tokens a request has several rows.",
+        )
+        for function in ("count_nans_per_row", "self._get_nans_in_logits")
+    ],
 ]

@@ -28,18 +28,15 @@ residual_worker.receive_rows(self, tensor_dict, intermediate_tensors.wait_for_co
 """,
         why="Readouts, rows and gates of conditions come from earlier stages.",
     ),
-    add_argument(
-        scope="Worker.execute_model",
-        call="get_pp_group().irecv_tensor_dict",
-        argument="all_gather_tensors=residual_worker.UNSLICED",
-        why="Only rank 0 has rows and results, so ranks do not send slices of them.",
-    ),
-    add_argument(
-        scope="Worker.execute_model",
-        call="get_pp_group().isend_tensor_dict",
-        argument="all_gather_tensors=residual_worker.UNSLICED",
-        why="As where they are received.",
-    ),
+    *[
+        add_argument(
+            scope="Worker.execute_model",
+            call=f"get_pp_group().{call}_tensor_dict",
+            argument="all_gather_tensors=residual_worker.UNSLICED",
+            why="Only rank 0 has rows and results, so ranks send no slices of them.",
+        )
+        for call in ("irecv", "isend")
+    ],
     replace(
         scope="Worker.execute_model",
         anchor="output.tensors",

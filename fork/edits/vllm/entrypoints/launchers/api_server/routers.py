@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server has routes for capture and steering."""
 
-from fork.language import add_import, before
+from fork.language import before
 
 EDITS = [
-    add_import(
-        "from vllm.entrypoints.serve.routers import attach_routers",
-        why="The routes, attached below.",
-    ),
     before(
         scope="register_api_routers",
         anchor='if getattr(args, "enable_fault_tolerance", False):',
         insert="""
 if "generate" in supported_tasks:
+    from vllm.entrypoints.serve.routers import attach_routers
+
     attach_routers(app, args)
 """,
         why="Only generation is captured and steered. Routes are matched in order, and "
