@@ -35,6 +35,34 @@ def _double(p: Parts) -> Parts:
     return {name: tensor.double() for name, tensor in p.items()}
 
 
+def _check_formula(
+    sae: SparseAutoencoder,
+    p: Parts,
+    formula: "Formula",
+    *,
+    subtracts: bool = False,
+    scale: float = 1.0,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Compare with a formula.
+
+    Args:
+        sae: as loaded.
+        p: its parts.
+        formula: the activations of rows.
+        subtracts: whether b_dec is subtracted from rows.
+        scale: factor of rows, by which the output is divided.
+        skip: a matrix whose product with rows is added to the output.
+
+    """
+    d, x = _double(p), rows().double()
+    activations = formula(d, x * scale - d["b_dec"] * subtracts)
+    back = (activations @ d["W_dec"] + d["b_dec"]) / scale
+    if skip is not None:
+        back = back + x @ skip.double()
+    _check(sae, activations, back)
+
+
 def _standard(p: Parts, x: torch.Tensor) -> torch.Tensor:
     return (x @ p["W_enc"] + p["b_enc"]).relu()
 
@@ -104,9 +132,7 @@ def test_saelens_architectures_are_what_their_formula_says(
         **config,
     )
     sae = load_sae(folder)
-    d = _double(p)
-    activations = formula(d, rows().double() - d["b_dec"] * subtracts)
-    _check(sae, activations, activations @ d["W_dec"] + d["b_dec"])
+    _check_formula(sae, p, formula, subtracts=subtracts)
     assert (sae.reads.tap, sae.writes.tap) == ((8, "post_block"),) * 2
     assert (sae.layout, sae.model) == ("saelens", "some-model")
 
@@ -181,9 +207,7 @@ def test_a_mean_norm_is_folded_where_the_file_says_it(tmp_path: Path) -> None:
         load_sae(silent)
     config |= {"norm_scaling_factor": 0.25}
     said = write.saelens(tmp_path / "said", chosen(p, *BASE), **config)
-    d = _double(p)
-    activations = _standard(d, rows().double() * 0.25 - d["b_dec"])
-    _check(load_sae(said), activations, (activations @ d["W_dec"] + d["b_dec"]) / 0.25)
+    _check_formula(load_sae(said), p, _standard, subtracts=True, scale=0.25)
 
 
 @pytest.mark.parametrize("kind", ["transcoder", "jumprelu_skip_transcoder"])
@@ -202,10 +226,9 @@ def test_transcoders_read_here_and_write_there(tmp_path: Path, kind: str) -> Non
     )
     sae = load_sae(folder)
     assert (sae.reads.tap, sae.writes.tap) == ((4, "mlp_in"), (4, "mlp_add"))
-    d, x = _double(p), rows().double()
-    activations = (_jumprelu if "skip" in kind else _standard)(d, x)
-    skipped = x @ d["W_skip"].T if "skip" in kind else 0
-    _check(sae, activations, activations @ d["W_dec"] + d["b_dec"] + skipped)
+    skips = "skip" in kind
+    formula = _jumprelu if skips else _standard
+    _check_formula(sae, p, formula, skip=p["W_skip"].T if skips else None)
     other = load_sae(f"{folder}?layer=3&hook=post_attn")
     assert (other.reads.tap, other.writes.tap) == ((3, "post_attn"), (4, "mlp_add"))
     described = describe_module("sae", str(folder), other).describe()
@@ -220,9 +243,7 @@ def test_gemma_scope_1_is_jumprelu_of_the_stream(tmp_path: Path) -> None:
     p = parts()
     folder = tmp_path / "gemma-scope-2b-pt-res" / "layer_20" / "width_16k"
     sae = load_sae(write.gemma_scope_1(folder / "average_l0_71", p))
-    d = _double(p)
-    activations = _jumprelu(d, rows().double())
-    _check(sae, activations, activations @ d["W_dec"] + d["b_dec"])
+    _check_formula(sae, p, _jumprelu)
     assert sae.reads.tap == (20, "post_block")
     assert sae.model == "google/gemma-2-2b"
 
@@ -262,9 +283,7 @@ def test_gemma_scope_2_says_its_place_in_a_file_or_by_its_path(
     folder = tmp_path / "gemma-scope-2-1b-pt" / "resid_post"
     folder = folder / "layer_12_width_16k_l0_small"
     sae = load_sae(write.gemma_scope_2(folder, p, **(config if said else {})))
-    d = _double(p)
-    activations = _jumprelu(d, rows().double())
-    _check(sae, activations, activations @ d["W_dec"] + d["b_dec"])
+    _check_formula(sae, p, _jumprelu)
     assert sae.reads.tap == (12, "post_block")
     assert sae.model == ("google/gemma-3-1b-pt" if said else "google/gemma-3-1b")
 
@@ -280,10 +299,7 @@ def test_gemma_scope_2_transcoders_with_an_affine_part(tmp_path: Path) -> None:
     )
     sae = load_sae(folder)
     assert (sae.reads.tap, sae.writes.tap) == ((5, "mlp_in"), (5, "mlp_add"))
-    d, x = _double(p), rows().double()
-    activations = _jumprelu(d, x)
-    back = activations @ d["W_dec"] + d["b_dec"] + x @ d["W_skip"]
-    _check(sae, activations, back)
+    _check_formula(sae, p, _jumprelu, skip=p["W_skip"])
 
 
 def test_llama_scope_has_one_threshold_in_units_of_rows(tmp_path: Path) -> None:
@@ -291,19 +307,16 @@ def test_llama_scope_has_one_threshold_in_units_of_rows(tmp_path: Path) -> None:
     folder = write.llama_scope(tmp_path / "Llama3_1-8B-Base-L7R-8x", p, 0.2, 7.0)
     sae = load_sae(folder)
     scale = D_IN**0.5 / 7.0
-    d = _double(p) | {"threshold": torch.tensor(0.2 * scale, dtype=torch.float64)}
-    activations = _jumprelu(d, rows().double() * scale)
-    _check(sae, activations, (activations @ d["W_dec"] + d["b_dec"]) / scale)
+    _check_formula(
+        sae, p | {"threshold": torch.tensor(0.2 * scale)}, _jumprelu, scale=scale
+    )
     assert sae.reads.tap == (7, "post_block")
 
 
 def test_llama_scope_r1_has_logarithms_of_thresholds(tmp_path: Path) -> None:
     p = parts()
     sae = load_sae(write.llama_scope_r1(tmp_path / "L3R", p, 5.0))
-    scale = D_IN**0.5 / 5.0
-    d = _double(p)
-    activations = _jumprelu(d, rows().double() * scale)
-    _check(sae, activations, (activations @ d["W_dec"] + d["b_dec"]) / scale)
+    _check_formula(sae, p, _jumprelu, scale=D_IN**0.5 / 5.0)
     assert (sae.layout, sae.reads.tap) == ("llama_scope", (3, "post_block"))
 
 
@@ -311,9 +324,7 @@ def test_qwen_scope_is_transposed_and_named_by_its_repository(tmp_path: Path) ->
     p = parts()
     repository = tmp_path / f"SAE-Res-Qwen3-1.7B-Base-W32K-L0_{K}"
     sae = load_sae(write.qwen_scope(repository, p))
-    d = _double(p)
-    activations = _topk(d, rows().double())
-    _check(sae, activations, activations @ d["W_dec"] + d["b_dec"])
+    _check_formula(sae, p, _topk)
     assert (sae.reads.tap, sae.model) == ((5, "post_block"), "Qwen/Qwen3-1.7B-Base")
     with pytest.raises(ValueError, match="L0_50"):
         load_sae(write.qwen_scope(tmp_path / "elsewhere", p))
@@ -324,10 +335,8 @@ def test_sparsify_selects_after_relu(tmp_path: Path, activation: str) -> None:
     p = parts()
     folder = write.sparsify(tmp_path / "layers.6", p, activation=activation)
     sae = load_sae(folder)
-    d = _double(p)
     formula = _topk if activation == "topk" else _groupmax
-    activations = formula(d, rows().double() - d["b_dec"])
-    _check(sae, activations, activations @ d["W_dec"] + d["b_dec"])
+    _check_formula(sae, p, formula, subtracts=True)
     assert sae.reads.tap == (6, "post_block")
 
 
@@ -336,75 +345,59 @@ def test_sparsify_transcoders_subtract_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "gpt_neox.layers.2.mlp"
     sae = load_sae(write.sparsify(folder, p, skip=True, transcode=True))
     assert (sae.reads.tap, sae.writes.tap) == ((2, "mlp_in"), (2, "mlp_out"))
-    d, x = _double(p), rows().double()
-    activations = _topk(d, x)
-    back = activations @ d["W_dec"] + d["b_dec"] + x @ d["W_skip"].T
-    _check(sae, activations, back)
+    _check_formula(sae, p, _topk, skip=p["W_skip"].T)
 
 
-def _dictionary(kind: str, p: Parts) -> tuple[Parts, Formula, bool]:
-    bias = {"encoder.bias": p["b_enc"]}
-    one = {"threshold": torch.tensor(0.4), "k": torch.tensor(K, dtype=torch.int32)}
-    gated = {"r_mag": "r_mag", "mag_bias": "b_mag", "gate_bias": "b_gate"}
-    return {
-        "AutoEncoder": (linear(p) | bias | {"bias": p["b_dec"]}, _standard, True),
-        "AutoEncoderNew": (
-            linear(p) | bias | {"decoder.bias": p["b_dec"]},
-            _standard,
-            False,
-        ),
-        "GatedAutoEncoder": (
+def _biases(p: Parts, **others: torch.Tensor) -> Parts:
+    return linear(p) | {"encoder.bias": p["b_enc"], **others}
+
+
+_GATES = {"r_mag": "r_mag", "mag_bias": "b_mag", "gate_bias": "b_gate"}
+_ONE = {"threshold": torch.tensor(0.4), "k": torch.tensor(K, dtype=torch.int32)}
+DICTIONARIES: dict[str, tuple[Callable[[Parts], Parts], Formula, bool]] = {
+    "AutoEncoder": (lambda p: _biases(p, bias=p["b_dec"]), _standard, True),
+    "AutoEncoderNew": (
+        lambda p: _biases(p, **{"decoder.bias": p["b_dec"]}),
+        _standard,
+        False,
+    ),
+    "GatedAutoEncoder": (
+        lambda p: (
             linear(p)
             | {"decoder_bias": p["b_dec"]}
-            | {theirs: p[name] for theirs, name in gated.items()},
-            _gated,
-            True,
+            | {theirs: p[name] for theirs, name in _GATES.items()}
         ),
-        "JumpReluAutoEncoder": (chosen(p, *BASE, "threshold"), _jumprelu, False),
-        "AutoEncoderTopK": (
-            linear(p) | bias | {"b_dec": p["b_dec"]} | one,
-            _topk,
-            True,
-        ),
-        "BatchTopKSAE": (
-            linear(p) | bias | {"b_dec": p["b_dec"]} | one,
-            _jumprelu,
-            True,
-        ),
-        "MatryoshkaBatchTopKSAE": (chosen(p, *BASE) | one, _jumprelu, True),
-    }[kind]
+        _gated,
+        True,
+    ),
+    "JumpReluAutoEncoder": (
+        lambda p: chosen(p, *BASE, "threshold"),
+        _jumprelu,
+        False,
+    ),
+    "AutoEncoderTopK": (lambda p: _biases(p, b_dec=p["b_dec"], **_ONE), _topk, True),
+    "BatchTopKSAE": (lambda p: _biases(p, b_dec=p["b_dec"], **_ONE), _jumprelu, True),
+    "MatryoshkaBatchTopKSAE": (lambda p: chosen(p, *BASE) | _ONE, _jumprelu, True),
+}
+"""By class: its tensors, its formula, and whether b_dec is subtracted from rows."""
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "AutoEncoder",
-        "AutoEncoderNew",
-        "GatedAutoEncoder",
-        "JumpReluAutoEncoder",
-        "AutoEncoderTopK",
-        "BatchTopKSAE",
-        "MatryoshkaBatchTopKSAE",
-    ],
-)
+@pytest.mark.parametrize("kind", DICTIONARIES)
 def test_dictionary_learnings_classes(tmp_path: Path, kind: str) -> None:
+    tensors_of, formula, subtracts = DICTIONARIES[kind]
     p = parts()
-    tensors, formula, subtracts = _dictionary(kind, p)
-    sae = load_sae(write.dictionary_learning(tmp_path / "trainer_0", tensors, kind))
+    folder = tmp_path / "trainer_0"
+    sae = load_sae(write.dictionary_learning(folder, tensors_of(p), kind))
     if "Batch" in kind:
-        p["threshold"] = torch.tensor(0.4)
-    d = _double(p)
-    activations = formula(d, rows().double() - d["b_dec"] * subtracts)
-    _check(sae, activations, activations @ d["W_dec"] + d["b_dec"])
+        p |= chosen(_ONE, "threshold")
+    _check_formula(sae, p, formula, subtracts=subtracts)
     assert (sae.reads.tap, sae.model) == ((2, "post_block"), "org/model")
 
 
 def test_goodfires_file_names_model_and_layer(tmp_path: Path) -> None:
     p = parts()
     sae = load_sae(write.goodfire(tmp_path / "goodfire", p))
-    d = _double(p)
-    activations = _standard(d, rows().double())
-    _check(sae, activations, activations @ d["W_dec"] + d["b_dec"])
+    _check_formula(sae, p, _standard)
     assert sae.reads.tap == (19, "post_block")
     assert sae.model == "meta-llama/Llama-3.1-8B-Instruct"
 

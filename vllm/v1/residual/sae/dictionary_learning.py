@@ -25,11 +25,6 @@ from vllm.v1.residual.sae.record import SAEPlace
 CONFIG, WEIGHTS = "config.json", "ae.pt"
 
 
-def is_dictionary_learning(folder: Path) -> bool:
-    """Whether a folder has the library's two files."""
-    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
-
-
 def read_dictionary_learning(folder: Path) -> RawSAE:
     """Read the dictionary in a folder of a training run."""
     trainer = read_settings(folder / CONFIG).get("trainer")

@@ -26,11 +26,6 @@ from vllm.v1.residual.sae.record import SAEPlace
 FIRST, SECOND = "params.npz", "params.safetensors"
 
 
-def is_gemma_scope(folder: Path) -> bool:
-    """Whether a folder has the parameters of either series."""
-    return (folder / FIRST).is_file() or (folder / SECOND).is_file()
-
-
 def read_gemma_scope(folder: Path) -> RawSAE:
     """Read the SAE or transcoder in a folder of Gemma Scope."""
     path = folder / FIRST

@@ -29,13 +29,6 @@ SECOND, SECOND_WEIGHTS = "config.json", "sae_weights.safetensors"
 NORMS = "dataset_average_activation_norm"
 
 
-def is_llama_scope(folder: Path) -> bool:
-    """Whether a folder has the files of either series."""
-    first = (folder / FIRST).is_file() and (folder / FIRST_WEIGHTS).is_file()
-    second = (folder / SECOND).is_file() and (folder / SECOND_WEIGHTS).is_file()
-    return first or second
-
-
 def read_llama_scope(folder: Path) -> RawSAE:
     """Read the SAE in a folder of Llama Scope."""
     first = (folder / FIRST).is_file()

@@ -4,50 +4,39 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import parse_qsl
 
 from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.file_facts import split_facts
-from vllm.v1.residual.sae.dictionary_learning import (
-    is_dictionary_learning,
-    read_dictionary_learning,
-)
+from vllm.v1.residual.sae.dictionary_learning import read_dictionary_learning
 from vllm.v1.residual.sae.files import bad_file, fail
 from vllm.v1.residual.sae.fold import RawSAE, folded
-from vllm.v1.residual.sae.gemma_scope import is_gemma_scope, read_gemma_scope
+from vllm.v1.residual.sae.gemma_scope import read_gemma_scope
 from vllm.v1.residual.sae.goodfire import is_goodfire, read_goodfire
-from vllm.v1.residual.sae.llama_scope import is_llama_scope, read_llama_scope
+from vllm.v1.residual.sae.llama_scope import FIRST_WEIGHTS, read_llama_scope
 from vllm.v1.residual.sae.qwen_scope import is_qwen_scope, read_qwen_scope
 from vllm.v1.residual.sae.record import SparseAutoencoder
-from vllm.v1.residual.sae.saelens import is_saelens, read_saelens_sae
-from vllm.v1.residual.sae.sparsify import is_sparsify, read_sparsify
+from vllm.v1.residual.sae.saelens import read_saelens_sae
+from vllm.v1.residual.sae.sparsify import read_sparsify
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import Tap
 
-LAYOUTS: dict[str, tuple[Callable[[Path], bool], Callable[[Path], RawSAE]]] = {
-    # SAELens comes before layouts that share one of its file names.
-    "saelens": (is_saelens, read_saelens_sae),
-    "sparsify": (is_sparsify, read_sparsify),
-    "gemma_scope": (is_gemma_scope, read_gemma_scope),
-    "llama_scope": (is_llama_scope, read_llama_scope),
-    "dictionary_learning": (is_dictionary_learning, read_dictionary_learning),
-    "qwen_scope": (is_qwen_scope, read_qwen_scope),
-    "goodfire": (is_goodfire, read_goodfire),
-}
-"""By layout: the function that detects it, and the one that reads it."""
+Read: TypeAlias = Callable[[Path], RawSAE]
 
-FILES = frozenset(
-    [
-        "ae.pt",
-        "cfg.json",
-        "config.json",
-        "hyperparams.json",
-        "params.npz",
-        "params.safetensors",
-        "sae.safetensors",
-        "sae_weights.safetensors",
-    ]
+FOLDERS: tuple[tuple[str, Read, tuple[str, ...]], ...] = (
+    # SAELens comes before layouts that share one of its file names.
+    ("saelens", read_saelens_sae, ("cfg.json", "sae_weights.safetensors")),
+    ("sparsify", read_sparsify, ("cfg.json", "sae.safetensors")),
+    ("gemma_scope", read_gemma_scope, ("params.npz",)),
+    ("gemma_scope", read_gemma_scope, ("params.safetensors",)),
+    ("llama_scope", read_llama_scope, ("hyperparams.json", str(FIRST_WEIGHTS))),
+    ("llama_scope", read_llama_scope, ("config.json", "sae_weights.safetensors")),
+    ("dictionary_learning", read_dictionary_learning, ("config.json", "ae.pt")),
 )
+"""Layouts, their readers, and the files by which a folder is recognised."""
+
+FILES = frozenset(name for _, _, names in FOLDERS for name in names)
 """Files whose path stands for their folder's."""
 
 _EXPECTED = (
@@ -88,11 +77,21 @@ def load_sae(path: str | Path, tap: Tap | None = None) -> SparseAutoencoder:
         raise bad_file(place, "there is no such file or folder")
     inside = place.name in FILES
     for candidate in (place, place.parent) if inside else (place,):
-        for layout, (fits, read) in LAYOUTS.items():
-            if fits(candidate):
-                name = candidate.absolute().name
-                return _at(folded(read(candidate), name, layout), tap)
+        if found := _layout(candidate):
+            layout, read = found
+            name = candidate.absolute().name
+            return _at(folded(read(candidate), name, layout), tap)
     raise bad_file(place, f"is not an SAE of a known layout: {_EXPECTED}")
+
+
+def _layout(path: Path) -> tuple[str, Read] | None:
+    """The layout of a file or folder, and its reader; None if it has none of ours."""
+    for layout, read, names in FOLDERS:
+        if all((path / name).is_file() for name in names):
+            return layout, read
+    if is_qwen_scope(path):
+        return "qwen_scope", read_qwen_scope
+    return ("goodfire", read_goodfire) if is_goodfire(path) else None
 
 
 def is_sae(path: Path) -> bool:

@@ -51,11 +51,6 @@ _NORMS: dict[object, InputNorm] = {
 }
 
 
-def is_saelens(folder: Path) -> bool:
-    """Whether a folder has SAELens' two files."""
-    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
-
-
 def read_saelens_sae(folder: Path) -> RawSAE:
     """Read the SAE or transcoder in a folder that SAELens' `save_model` wrote."""
     config = settings(folder)

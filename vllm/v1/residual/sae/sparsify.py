@@ -26,11 +26,6 @@ CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 _SELECTIONS: dict[str, Selection] = {"topk": "topk", "groupmax": "groupmax"}
 
 
-def is_sparsify(folder: Path) -> bool:
-    """Whether a folder has sparsify's two files."""
-    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
-
-
 def read_sparsify(folder: Path) -> RawSAE:
     """Read the SAE or transcoder in a folder that sparsify wrote."""
     config = read_settings(folder / CONFIG)
