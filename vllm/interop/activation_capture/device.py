@@ -13,7 +13,6 @@ therefore quantized on the host, where `full8` with such scales needs the whole 
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from vllm.interop.activation_capture.encoding import (
@@ -57,7 +56,7 @@ class DeviceEncoder:
         None if they must be copied whole, or would not become smaller.
         """
         count = encoding.count(hidden_size)
-        indices = getattr(torch, index_dtype(hidden_size).name)
+        indices = index_dtype(hidden_size)
         if encoding.is_per_dim:
             if encoding.mode != "rp8":
                 return None
@@ -75,18 +74,12 @@ class DeviceEncoder:
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Encode rows `[n, hidden_size]` to `[n, width]`, on the same device."""
-        values, kept = rows.float(), None
-        if self.basis is not None:
-            values = values @ self.basis
-        elif self.encoding.mode == "topk8":
-            largest = values.abs().topk(self.count, dim=1, sorted=False).indices
-            kept = largest.sort(dim=1).values
-            values = values.gather(1, kept)
+        values, kept = self.encoding.coordinates(rows, self.basis)
         if self.dtype is torch.float32:
             return values
-        parts = [part.view(torch.uint8) for part in quantized(values)]
+        parts = [part.view(torch.uint8) for part in quantize(values, dim=1)]
         if kept is not None:
-            parts.append(kept.to(self.indices).view(torch.uint8))
+            parts.append(kept.view(torch.uint8))
         return torch.cat(parts, dim=1)
 
     @property
@@ -96,39 +89,14 @@ class DeviceEncoder:
 
     def arrays(self, encoded: torch.Tensor) -> dict[str, Array]:
         """The result of `Encoding.encode`, from encoded rows `[n, width]`."""
-        data: Array = encoded.numpy()
         if self.dtype is torch.float32:
-            q, scale, zero = quantize(data, axis=0)
-            return {"q": q, "scale": scale, "zero": zero}
-        ends = [self.count, self.count + 4, self.count + _SCALES]
-        q, scale, zero, rest = (
-            np.ascontiguousarray(part) for part in np.split(data, ends, axis=1)
+            return self.encoding.named(quantize(encoded, dim=0))
+        ends = (self.count, self.count + 4, self.count + _SCALES)
+        # Copies, as the bytes of a number must be aligned.
+        q, scale, zero, kept = (
+            part.clone(memory_format=torch.contiguous_format)
+            for part in encoded.tensor_split(ends, dim=1)
         )
-        scales = {"scale": scale.view("<f4"), "zero": zero.view("<f4")}
-        if self.encoding.mode != "topk8":
-            return {"q": q, **scales}
-        kept = rest.view(str(self.indices).removeprefix("torch."))
-        return {"indices": kept, "values": q, **scales}
-
-
-def quantized(
-    values: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`quantize` with one scale per row, in the same arithmetic, on the device.
-
-    Args:
-        values: `[n, K]` float32.
-
-    Returns:
-        q `[n, K]` uint8, scale and zero `[n, 1]` float32.
-
-    """
-    low, high = (one.double() for one in values.aminmax(dim=1, keepdim=True))
-    scale = (high - low) / 255
-    # All values are equal: the value is (0 - zero) * scale.
-    scale = torch.where(scale > 0, scale, low.abs().clamp(min=1.0)).float()
-    zero = (-low / scale.double()).float()
-    steps = ((values - low.float()) / scale).round_().clamp_(0, 255)
-    q = steps.nan_to_num_(nan=0.0).to(torch.uint8)
-    finite = low.isfinite() & high.isfinite()
-    return q, scale.masked_fill(~finite, float("nan")), zero
+        numbers = q, scale.view(torch.float32), zero.view(torch.float32)
+        indices = kept.view(self.indices) if self.encoding.mode == "topk8" else None
+        return self.encoding.named(numbers, indices)

@@ -9,6 +9,7 @@ A value is `(q - zero) * scale` in float32. Scale and zero are `[1, K]` with one
 per dimension and `[n, 1]` with one per row; for `topk8` they are always per row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -40,15 +41,43 @@ class Encoding:
         return min(kept, hidden_size)
 
     def encode(self, rows: torch.Tensor) -> dict[str, Array]:
-        """Encode rows `[n, H]` of any float dtype to arrays."""
-        values: Array = rows.to(torch.float32).numpy()
-        width = values.shape[1]
-        if self.mode == "topk8":
-            return _topk(values, self.count(width))
+        """Encode rows `[n, H]` on the host, of any float dtype, to arrays."""
+        basis = None
         if self.mode == "rp8":
-            values = values @ orthonormal_basis(width, self.count(width), self.rp_seed)
-        q, scale, zero = quantize(values, axis=0 if self.is_per_dim else 1)
-        return {"q": q, "scale": scale, "zero": zero}
+            width = rows.shape[1]
+            columns = orthonormal_basis(width, self.count(width), self.rp_seed)
+            basis = torch.from_numpy(columns)
+        values, indices = self.coordinates(rows, basis)
+        return self.named(quantize(values, 0 if self.is_per_dim else 1), indices)
+
+    def coordinates(
+        self, rows: torch.Tensor, basis: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is kept of rows: values `[n, K]` float32, and of `topk8` their indices.
+
+        Args:
+            rows: `[n, H]`, on any device.
+            basis: `[H, K]` float32 on the same device, for `rp8`.
+
+        """
+        values = rows.float()
+        if basis is not None:
+            return values @ basis, None
+        if self.mode != "topk8":
+            return values, None
+        width = rows.shape[1]
+        largest = values.abs().topk(self.count(width), dim=1, sorted=False).indices
+        kept = largest.sort(dim=1).values
+        return values.gather(1, kept), kept.to(index_dtype(width))
+
+    def named(
+        self, quantized: Sequence[torch.Tensor], indices: torch.Tensor | None = None
+    ) -> dict[str, Array]:
+        """The arrays of a file, made of q, scale and zero."""
+        q, scale, zero = (part.numpy() for part in quantized)
+        if indices is None:
+            return {"q": q, "scale": scale, "zero": zero}
+        return {"indices": indices.numpy(), "values": q, "scale": scale, "zero": zero}
 
     def describe(self) -> dict[str, Any]:
         """The entry `compression` of the manifest."""
@@ -75,32 +104,34 @@ def orthonormal_basis(width: int, k: int, seed: int) -> Array:
     return signed
 
 
-def quantize(values: Array, axis: int) -> tuple[Array, Array, Array]:
-    """Quantize to `(q, scale, zero)` with one scale for all values along `axis`.
+def quantize(
+    values: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize with one scale for all values along `dim`.
 
     A row or dimension that is not finite becomes NaN through its scale.
+
+    Args:
+        values: `[n, K]` float32, on any device.
+        dim: the dimension.
+
+    Returns:
+        q `[n, K]` uint8; scale and zero, float32.
+
     """
-    if not values.size:
-        shape = [1 if n == axis else size for n, size in enumerate(values.shape)]
-        return values.astype(np.uint8), np.ones(shape, "f4"), np.zeros(shape, "f4")
-    low = values.min(axis=axis, keepdims=True).astype(np.float64)
-    high = values.max(axis=axis, keepdims=True).astype(np.float64)
+    if not values.numel():
+        shape = [1 if n == dim else size for n, size in enumerate(values.shape)]
+        ones = torch.ones(shape, device=values.device)
+        return values.to(torch.uint8), ones, torch.zeros_like(ones)
+    low, high = (one.double() for one in values.aminmax(dim=dim, keepdim=True))
     scale = (high - low) / 255
     # All values are equal: the value is (0 - zero) * scale.
-    scale = np.where(scale > 0, scale, np.maximum(np.abs(low), 1.0))
-    scale = scale.astype(np.float32)
-    finite = np.isfinite(low) & np.isfinite(high)
-    with np.errstate(invalid="ignore", over="ignore"):
-        zero = (-low / scale).astype(np.float32)
-        # In place and in float32: most of an encoding's time is spent here.
-        steps = values - low.astype(np.float32)
-        steps /= scale
-    np.rint(steps, out=steps)
-    np.clip(steps, 0, 255, out=steps)
-    if not (finite.all() and scale.all()):
-        np.nan_to_num(steps, copy=False, nan=0.0)
-    q = steps.astype(np.uint8)
-    return q, np.where(finite, scale, np.float32(np.nan)), zero
+    scale = torch.where(scale > 0, scale, low.abs().clamp(min=1.0)).float()
+    zero = (-low / scale.double()).float()
+    steps = ((values - low.float()) / scale).round_().clamp_(0, 255)
+    q = steps.nan_to_num_(nan=0.0).to(torch.uint8)
+    finite = low.isfinite() & high.isfinite()
+    return q, scale.masked_fill(~finite, float("nan")), zero
 
 
 def dequantize(arrays: dict[str, Array]) -> Array:
@@ -125,15 +156,6 @@ def restore(arrays: dict[str, Array], hidden_size: int, rp_seed: int) -> Array:
     return projected
 
 
-def _topk(values: Array, k: int) -> dict[str, Array]:
-    width = values.shape[1]
-    kept = np.argpartition(np.abs(values), width - k, axis=1)[:, width - k :]
-    kept.sort(axis=1)
-    q, scale, zero = quantize(np.take_along_axis(values, kept, axis=1), axis=1)
-    indices = kept.astype(index_dtype(width))
-    return {"indices": indices, "values": q, "scale": scale, "zero": zero}
-
-
-def index_dtype(hidden_size: int) -> np.dtype[Any]:
+def index_dtype(hidden_size: int) -> torch.dtype:
     """The dtype of the indices of `topk8`."""
-    return np.dtype(np.int16 if hidden_size <= 1 << 15 else np.int32)
+    return torch.int16 if hidden_size <= 1 << 15 else torch.int32
