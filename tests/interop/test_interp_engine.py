@@ -15,7 +15,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 
-from tests.support.models import llama
+from tests.interop.streams import streams_of
 from vllm.entrypoints.serve.interp_engine.attach import attach_router
 from vllm.interop.interp_engine import wire
 from vllm.interop.interp_engine.facts import ModelFacts
@@ -75,45 +75,15 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    opened = Served(folder)
+def served(model: Path) -> Iterator[Served]:
+    opened = Served(model)
     yield opened
     opened.wait(opened.model.shutdown())
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
 def streams(reference, tokens: list[int], change=None) -> list[torch.Tensor]:
     """The output of each layer `[tokens, 64]`, changed by `change(layer, stream)`."""
-    found: list[torch.Tensor] = []
-
-    def hook(layer: int):
-        def after(_module, _inputs, output):
-            output = output if change is None else change(layer, output)
-            found.append(output[0])
-            return output
-
-        return after
-
-    layers = reference.model.layers
-    handles = [one.register_forward_hook(hook(i)) for i, one in enumerate(layers)]
-    try:
-        with torch.no_grad():
-            reference(torch.tensor([tokens]))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+    return [one[0] for one in streams_of(reference, tokens, change)[1]]
 
 
 def logits_of(reference, rows: torch.Tensor) -> torch.Tensor:

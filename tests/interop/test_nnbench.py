@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests.support.models import llama
+from tests.interop.streams import streams_of
 
 pytestmark = pytest.mark.e2e
 
@@ -71,12 +70,7 @@ def loaded(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def bench(folder: Path) -> Iterator[SimpleNamespace]:
+def bench(model: Path) -> Iterator[SimpleNamespace]:
     modules = stand_ins()
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
@@ -88,44 +82,35 @@ def bench(folder: Path) -> Iterator[SimpleNamespace]:
             max_model_len=64,
             gpu_memory_utilization=0.2,
         )
-        model = backend.load(str(folder))
-        backend.vanilla(model, PROMPT, new_tokens=2)
+        opened = backend.load(str(model))
+        backend.vanilla(opened, PROMPT, new_tokens=2)
         cells = modules["isb.methodologies.registry"].cells
-        yield SimpleNamespace(model=model, backend=backend, cells=cells)
-        backend.teardown(model)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        yield SimpleNamespace(model=opened, backend=backend, cells=cells)
+        backend.teardown(opened)
 
 
 def ids_of(bench, prompt: str) -> list[int]:
     return bench.model.tokenizer(prompt)["input_ids"]
 
 
-def run(reference, ids: list[int], layer: int | None = None, change=None, inside=""):
+def run(reference, ids: list[int], layer: int | None = None, change=None):
     """Logits `[tokens, vocabulary]` and layers' outputs; one may be changed."""
-    found = []
 
-    def keep(_module, _inputs, output):
-        found.append(output[0])
+    def changed(at: int, output: torch.Tensor) -> torch.Tensor:
+        return change(output) if at == layer else output
 
-    handles = []
-    if layer is not None:
-        module = reference.model.layers[layer].get_submodule(inside)
-        handles.append(
-            module.register_forward_hook(
-                lambda _module, _inputs, output: change(output)
-            )
-        )
-    handles += [one.register_forward_hook(keep) for one in reference.model.layers]
+    logits, found = streams_of(reference, ids, changed)
+    return logits[0], [one[0] for one in found]
+
+
+def silenced(reference, ids: list[int], part: str, zeros) -> torch.Tensor:
+    """Logits, where a part of layer 1 adds nothing."""
+    module = reference.model.layers[1].get_submodule(part)
+    handle = module.register_forward_hook(lambda _module, _inputs, out: zeros(out))
     try:
-        with torch.no_grad():
-            return reference(torch.tensor([ids])).logits[0], found
+        return run(reference, ids)[0]
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -216,10 +201,10 @@ def test_clean_rows_replace_corrupt_ones(bench, reference, positions) -> None:
 
 def test_a_sublayer_is_silenced(bench, reference) -> None:
     ids, ablation = ids_of(bench, PROMPT), bench.cells["ablation"]
-    logits, _ = run(reference, ids, 1, torch.zeros_like, "mlp")
+    logits = silenced(reference, ids, "mlp", torch.zeros_like)
     close(ablation(bench.backend, bench.model, [PROMPT], layer=1), logits[-1:])
-    logits, _ = run(
-        reference, ids, 1, lambda out: (torch.zeros_like(out[0]), out[1]), "self_attn"
+    logits = silenced(
+        reference, ids, "self_attn", lambda out: (torch.zeros_like(out[0]), out[1])
     )
     found = ablation(bench.backend, bench.model, [PROMPT], layer=1, target="attn")
     close(found, logits[-1:])

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3TextConfig
+from transformers import Gemma3Config, Gemma3TextConfig
 
-from tests.support.models import llama
 from vllm.interop.first_layers import shortened
 from vllm.interop.saelens import ServedModel
 
@@ -15,22 +14,16 @@ NAME = "blocks.0.hook_resid_post"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def served(folder: Path) -> ServedModel:
+def served(model: Path) -> ServedModel:
     options = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
-    return ServedModel.start(str(folder), stop_at_layer=1, **options)
+    return ServedModel.start(str(model), stop_at_layer=1, **options)
 
 
-def test_the_first_layers_alone_give_the_models_activations(folder, served) -> None:
+def test_the_first_layers_alone_give_the_models_activations(reference, served) -> None:
     assert served.cfg.n_layers == 1
     tokens = torch.randint(3, 1000, (3, 17))
     names = ["blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"]
     _, cache = served.run_with_cache(tokens, names_filter=names)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         states = reference(tokens, output_hidden_states=True).hidden_states
     for name, expected in zip(names, states):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.interop.streams import streams_of
 from vllm import LLM
 from vllm.interop.transformer_lens import EngineDriver
 from vllm.interop.transformer_lens.interventions import parsed
@@ -55,23 +56,7 @@ def test_captures_are_those_after_the_points_own_intervention(
 ) -> None:
     capture = tuple(SPECS)
     found = driver.forward(TOKENS, capture=capture, intervene=SPECS)
-    streams: list[torch.Tensor] = []
-
-    def hook(layer: int) -> Any:
-        def after(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-            streams.append(change(layer, output))
-            return streams[-1]
-
-        return after
-
-    layers = reference.model.layers
-    handles = [one.register_forward_hook(hook(i)) for i, one in enumerate(layers)]
-    try:
-        with torch.no_grad():
-            logits = reference(TOKENS).logits
-    finally:
-        for handle in handles:
-            handle.remove()
+    logits, streams = streams_of(reference, TOKENS, change)
     for name, expected in zip(capture, streams):
         torch.testing.assert_close(found.captured[name], expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.logits, logits, rtol=0, atol=5e-4)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.interop.streams import streams_of
 from tests.support.plugins import HOOKS, install
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
@@ -37,25 +38,9 @@ def asked(**args) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args=args)
 
 
-def streams_of(reference, tokens: list[int], change=None) -> torch.Tensor:
+def rows_of(reference, tokens: list[int], change=None) -> torch.Tensor:
     """The output of each layer `[layers, tokens, hidden]`, after `change(layer, h)`."""
-    found = []
-    handles = []
-    for number, layer in enumerate(reference.model.layers):
-
-        def hook(module, inputs, output, number=number):
-            states = output if change is None else change(number, output)
-            found.append(states[0])
-            return states
-
-        handles.append(layer.register_forward_hook(hook))
-    try:
-        with torch.no_grad():
-            reference(torch.tensor([tokens]))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return torch.stack(found)
+    return torch.cat(streams_of(reference, tokens, change)[1])
 
 
 def tokens_of(output) -> list[int]:
@@ -68,7 +53,7 @@ def tokens_of(output) -> list[int]:
 def test_the_residual_stream_is_what_leaves_the_layers(llm, reference, layers) -> None:
     (output,) = llm.generate(PROMPT, asked(output_residual_stream=layers))
     stream = output.activations["residual_stream"]
-    every = streams_of(reference, tokens_of(output))
+    every = rows_of(reference, tokens_of(output))
     chosen = json.loads(layers) if isinstance(layers, str) else layers
     expected = every if chosen == 1 else every[chosen]
     torch.testing.assert_close(stream, expected, rtol=0, atol=1e-4)
@@ -96,7 +81,7 @@ def test_rows_are_those_after_the_layers_own_steering(
                 added = norms * added / added.norm()
             return states + 0.7 * added
 
-        expected = streams_of(reference, tokens_of(output), change)
+        expected = rows_of(reference, tokens_of(output), change)
         stream = output.activations["residual_stream"]
         torch.testing.assert_close(stream, expected, rtol=0, atol=2e-4)
 
@@ -129,7 +114,7 @@ def test_vectors_of_positions_act_at_theirs(llm, reference, norm_match: bool) ->
             changed[0, places] += 0.5 * added
             return changed
 
-        expected = streams_of(reference, tokens_of(output), change)
+        expected = rows_of(reference, tokens_of(output), change)
         stream = output.activations["residual_stream"]
         torch.testing.assert_close(stream, expected, rtol=0, atol=2e-4)
 
@@ -292,7 +277,7 @@ def test_hooks_see_and_change_what_hooks_of_transformers_do(llm, reference) -> N
         states[..., :8] = 0.0
         return states
 
-    expected = streams_of(reference, tokens_of(output), change)
+    expected = rows_of(reference, tokens_of(output), change)
     count = expected.shape[1]
     assert sorted(output.hook_results) == ["0", "1", "2", "3"]
     for layer, parts in output.hook_results["2"].items():
@@ -324,7 +309,7 @@ def test_the_residual_stream_is_what_leaves_the_hooks(llm, reference) -> None:
     def change(layer: int, states: torch.Tensor) -> torch.Tensor:
         return states if layer == 0 else (states + (layer == 2)) * 0.5
 
-    expected = streams_of(reference, tokens_of(output), change)
+    expected = rows_of(reference, tokens_of(output), change)
     found = output.activations["residual_stream"]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
@@ -350,7 +335,7 @@ def test_parameters_are_whole_and_have_the_models_names(llm, reference) -> None:
         ctx.saved["logits"] = h[-1] @ ctx.get_parameter("lm_head.weight").T
 
     (output,) = llm.generate(PROMPT, asked(apply_hooks=[Hook(unembed, [1])]))
-    rows = streams_of(reference, tokens_of(output))[1]
+    rows = rows_of(reference, tokens_of(output))[1]
     expected = rows @ reference.lm_head.weight.T
     found = output.hook_results["0"]["logits"]
     assert any(torch.allclose(found, row, atol=1e-3) for row in expected)

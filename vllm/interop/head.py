@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.interop.tensors import tensor_of
 from vllm.v1.residual.engine_call import call_engine
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ def unembedding_rows(llm: "LLM", tokens: Sequence[int]) -> torch.Tensor:
 def received(answer: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
     """Decode the tensors in an engine core's answer."""
     return [
-        torch.frombuffer(
-            bytearray(one["data"]), dtype=getattr(torch, one["dtype"])
-        ).view(one["shape"])
+        tensor_of(one["data"], getattr(torch, one["dtype"]), one["shape"])
         for one in answer
     ]

@@ -5,20 +5,16 @@
 """
 
 import base64
-import binascii
 import json
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any
 
 import torch
 
+from vllm.interop.tensors import bytes_of, shape_of, tensor_of
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.numbers import is_integer
 
 DTYPES = ("float32", "float16", "bfloat16")
-MOST_DIMENSIONS = 8
-
 
 PIECE_BYTES = 3 << 18
 """Bytes that are encoded at a time; a multiple of 3, so that pieces join."""
@@ -73,27 +69,8 @@ def decode_tensor(value: Any) -> torch.Tensor:
             raise ValueError(f"a tensor must be lists of numbers: {error}") from error
     if unknown := sorted(value.keys() - {"dtype", "shape", "data"}):
         raise ValueError(f"a tensor has no field {shown(unknown[0])}")
-    dtype, shape = _dtype(value.get("dtype")), value.get("shape")
-    if (
-        not isinstance(shape, list)
-        or not 0 < len(shape) <= MOST_DIMENSIONS
-        or not all(is_integer(size, 0, 1 << 31) for size in shape)
-    ):
-        raise ValueError(
-            f"shape must be a list of 1 to {MOST_DIMENSIONS} integers of at least 0"
-        )
-    try:
-        data = base64.b64decode(value.get("data") or "", validate=True)
-    except (binascii.Error, TypeError, ValueError) as error:
-        raise ValueError("data must be base64") from error
-    if len(data) != prod(shape) * dtype.itemsize:
-        raise ValueError(
-            f"data has {len(data)} bytes; shape and dtype need "
-            f"{prod(shape) * dtype.itemsize}"
-        )
-    if not data:
-        return torch.empty(shape)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).float()
+    dtype, shape = _dtype(value.get("dtype")), shape_of(value.get("shape"), least=1)
+    return tensor_of(bytes_of(value.get("data")), dtype, shape).float()
 
 
 def _dtype(name: Any) -> torch.dtype:

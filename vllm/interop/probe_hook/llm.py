@@ -5,11 +5,17 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-import torch
-
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.llm import LLM as EngineLLM
-from vllm.interop.probe_hook.rows import CONSUMERS, ProbeOptions, attach, with_capture
+from vllm.interop.probe_hook.rows import (
+    CONSUMERS,
+    OPTIONS,
+    ROWS_DTYPE,
+    Layers,
+    ProbeOptions,
+    attach,
+    with_capture,
+)
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM as EngineAsyncLLM
@@ -17,55 +23,41 @@ from vllm.v1.engine.async_llm import AsyncLLM as EngineAsyncLLM
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-def _arguments(given: dict[str, Any], dtype: str | torch.dtype) -> dict[str, Any]:
-    """The engine's arguments, with the consumers of the rows and the model's dtype."""
-    consumers = [*given.get("capture_consumers", ()), *CONSUMERS]
-    others = {name: one for name, one in given.items() if name != "model_dtype"}
-    model_dtype = given.get("model_dtype", dtype)
-    return {**others, "dtype": model_dtype, "capture_consumers": consumers}
+def _split(
+    layers: Layers, given: dict[str, Any]
+) -> tuple[ProbeOptions, dict[str, Any]]:
+    """A constructor's arguments: the probe's, and those of the engine.
+
+    The engine gets the consumers of the rows, and the rows' dtype for its model.
+    """
+    engine = {"model_dtype": given.get("dtype", ROWS_DTYPE), **given}
+    own = {name: engine.pop(name) for name in OPTIONS if name in engine}
+    engine["dtype"] = engine.pop("model_dtype")
+    engine["capture_consumers"] = [*given.get("capture_consumers", ()), *CONSUMERS]
+    return ProbeOptions(layers=layers, **own), engine
 
 
 class LLM(EngineLLM):
     """vLLM's `LLM`; each output has `hidden_states` and `prefill_hidden_states`."""
 
-    def __init__(
-        self,
-        model: str,
-        layers: Sequence[int] | int | str = "all",
-        include_prefill: bool = False,
-        include_decode: bool = True,
-        last_prefill_token: bool = False,
-        last_decode_token: bool = False,
-        dtype: str | torch.dtype = "bfloat16",
-        **vllm: Any,
-    ) -> None:
+    def __init__(self, model: str, layers: Layers = "all", **options: Any) -> None:
         """Start the engine.
 
         Args:
             model: name or path, as vLLM takes it.
-            layers: see `ProbeOptions`; so for the following five arguments.
-            include_prefill: see `ProbeOptions`.
-            include_decode: see `ProbeOptions`.
-            last_prefill_token: see `ProbeOptions`.
-            last_decode_token: see `ProbeOptions`.
-            dtype: dtype of the rows and, unless `model_dtype` is given, of the model.
-            vllm: any other argument of vLLM's `LLM`.
+            layers: see `ProbeOptions`.
+            options: the other fields of `ProbeOptions`, and any other argument of
+                vLLM's `LLM`. `dtype` is that of the rows and, unless `model_dtype` is
+                given, of the model.
 
         Raises:
             CaptureValidationError: an option is invalid; the message names it and the
                 remedy.
 
         """
-        self.probe = ProbeOptions(
-            layers=layers,
-            include_prefill=include_prefill,
-            include_decode=include_decode,
-            last_prefill_token=last_prefill_token,
-            last_decode_token=last_decode_token,
-            dtype=dtype,
-        )
-        super().__init__(model, **_arguments(vllm, dtype))
-        self.probe = self.probe.of_model(self.llm_engine.vllm_config)
+        probe, engine = _split(layers, options)
+        super().__init__(model, **engine)
+        self.probe = probe.of_model(self.llm_engine.vllm_config)
 
     def generate(
         self, prompts: Any, sampling_params: Params = None, **more: Any
@@ -92,29 +84,12 @@ class LLM(EngineLLM):
 class AsyncLLM:
     """vLLM's `AsyncLLM`; other attributes and methods are those of the engine."""
 
-    def __init__(
-        self,
-        model: str,
-        layers: Sequence[int] | int | str = "all",
-        include_prefill: bool = False,
-        include_decode: bool = True,
-        last_prefill_token: bool = False,
-        last_decode_token: bool = False,
-        dtype: str | torch.dtype = "bfloat16",
-        **vllm: Any,
-    ) -> None:
+    def __init__(self, model: str, layers: Layers = "all", **options: Any) -> None:
         """Start the engine; the arguments are those of `LLM`."""
-        self.probe = ProbeOptions(
-            layers=layers,
-            include_prefill=include_prefill,
-            include_decode=include_decode,
-            last_prefill_token=last_prefill_token,
-            last_decode_token=last_decode_token,
-            dtype=dtype,
-        )
-        args = AsyncEngineArgs(model=model, **_arguments(vllm, dtype))
+        probe, engine = _split(layers, options)
+        args = AsyncEngineArgs(model=model, **engine)
         self.engine = EngineAsyncLLM.from_engine_args(args)
-        self.probe = self.probe.of_model(self.engine.vllm_config)
+        self.probe = probe.of_model(self.engine.vllm_config)
 
     async def generate(
         self,

@@ -2,7 +2,7 @@
 """The rows that a probe reads, as captures, and the attributes of outputs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,9 @@ CONSUMERS = [
 ]
 
 HOOK = "post_block"
+ROWS_DTYPE = "bfloat16"
 
+Layers = Sequence[int] | int | str
 Rows = dict[int, torch.Tensor]
 """Rows `[rows, hidden_size]` by layer, in the probe's dtype, on the CPU."""
 
@@ -36,7 +38,7 @@ Rows = dict[int, torch.Tensor]
 class ProbeOptions:
     """The arguments of vllm-probe-hook's constructors that vLLM's do not have."""
 
-    layers: Sequence[int] | int | str
+    layers: Layers
     """0-based decoder layers whose output is read; also as text such as "0,4-7", or
     "all"."""
     include_prefill: bool = False
@@ -47,7 +49,7 @@ class ProbeOptions:
     """Whether `prefill_hidden_states` holds the last prompt token's row only."""
     last_decode_token: bool = False
     """Whether `hidden_states` holds the last output token's row only."""
-    dtype: str | torch.dtype = "bfloat16"
+    dtype: str | torch.dtype = ROWS_DTYPE
     """The dtype of the returned rows, or "auto" for the model's; `model_dtype` is the
     model's."""
 
@@ -127,6 +129,9 @@ class ProbeOptions:
         if isinstance(self.dtype, torch.dtype):
             return self.dtype
         return getattr(torch, str(self.dtype), None)
+
+
+OPTIONS = frozenset(one.name for one in fields(ProbeOptions)) - {"layers"}
 
 
 def with_capture(params: SamplingParams, options: ProbeOptions) -> SamplingParams:

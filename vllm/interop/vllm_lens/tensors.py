@@ -6,19 +6,16 @@ without `compression` the bytes are uncompressed. bfloat16 is sent as int16.
 """
 
 import base64
-import binascii
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 
-from vllm.v1.residual.numbers import is_integer
+from vllm.interop.tensors import bytes_of, shape_of, tensor_of
 
 MOST_BYTES = 1 << 30
 """Most bytes of one tensor, decompressed."""
-
-MOST_DIMENSIONS = 8
 
 DTYPES = frozenset(
     {
@@ -64,27 +61,20 @@ def decode(raw: Mapping[str, Any], most_bytes: int = MOST_BYTES) -> torch.Tensor
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         names = sorted(str(one).removeprefix("torch.") for one in DTYPES)
         raise ValueError(f"original_dtype={name[:80]!r}: use one of {names}")
-    shape = _checked(raw.get("shape"))
+    shape = shape_of(raw.get("shape"))
     size = prod(shape) * dtype.itemsize
     if size > most_bytes:
         raise ValueError(f"a tensor of {size} bytes; at most {most_bytes} are allowed")
-    if not size:
-        return torch.empty(shape, dtype=dtype)
-    try:
-        data = base64.b64decode(raw.get("data") or "", validate=True)
-    except (binascii.Error, TypeError, ValueError) as error:
-        raise ValueError("data must be base64") from error
+    data = bytes_of(raw.get("data")) if size else b""
     compression = raw.get("compression")
-    if compression == "zstd":
+    if compression == "zstd" and size:
         try:
             data = pyarrow.decompress(data, size, "zstd", asbytes=True)
         except (OSError, pyarrow.ArrowException) as error:
             raise ValueError(f"data is not a zstd frame of {size} bytes") from error
-    elif compression is not None:
+    elif compression not in (None, "zstd"):
         raise ValueError(f"compression={compression!r}: use 'zstd' or leave it out")
-    if len(data) != size:
-        raise ValueError(f"data has {len(data)} bytes; shape and dtype need {size}")
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+    return tensor_of(data, dtype, shape)
 
 
 def encode_all(activations: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
@@ -101,16 +91,3 @@ def decode_all(response: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """
     raw = response.get("activations") or {}
     return {name: decode(one) for name, one in raw.items()}
-
-
-def _checked(shape: Any) -> list[int]:
-    """A shape as a list of integers that fit into 32 bits."""
-    if (
-        not isinstance(shape, list)
-        or len(shape) > MOST_DIMENSIONS
-        or not all(is_integer(size, 0, 1 << 31) for size in shape)
-    ):
-        raise ValueError(
-            f"shape must be a list of at most {MOST_DIMENSIONS} integers of at least 0"
-        )
-    return shape
