@@ -88,7 +88,7 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
     try:
         file, facts = split_facts(path)
         if file.suffix == ".safetensors" and file.is_file():
-            module = _from_safetensors(name, file)
+            module = _from_safetensors(file)
             if module is not None and facts:
                 raise fail(
                     f"{name}: {facts!r} after the path is for SAEs; the file of a "
@@ -107,7 +107,7 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
                     path,
                 )
         return load_sae(path, tap)
-    except SAEFileError as error:
+    except (SAEFileError, _Invalid) as error:
         raise fail(f"{name}: {error.args[0]}", "path", path) from None
     except OSError as error:  # No permission, or no name that a file can have.
         why = error.strerror or type(error).__name__
@@ -338,11 +338,15 @@ def _tap(said: Mapping[str, str]) -> Tap | None:
     return int(said["layer"]), hook
 
 
-def _check_said(name: str, path: Path, said: Mapping[str, str]) -> None:
+class _Invalid(Exception):
+    """A file of a probe or translator is invalid, see the message."""
+
+
+def _check_said(said: Mapping[str, str]) -> None:
     """Refuse metadata that would otherwise be ignored.
 
     Raises:
-        ReadoutValidationError: naming the entry and what it may be.
+        _Invalid: naming the entry and what it may be.
 
     """
     hook = said.get("hook", "post_block")
@@ -355,16 +359,14 @@ def _check_said(name: str, path: Path, said: Mapping[str, str]) -> None:
         },
     }
     for entry in (entry for entry, is_wrong in wrong.items() if is_wrong):
-        raise fail(
-            f"{name}: the metadata's {entry} {said.get(entry)!r} has no meaning; layer "
+        raise _Invalid(
+            f"the metadata's {entry} {said.get(entry)!r} has no meaning; layer "
             f"is a 0-based index, hook one of {list(HOOK_NAMES)} and needs a layer, "
-            "cosine and residual are true or false",
-            "path",
-            str(path),
+            "cosine and residual are true or false"
         )
 
 
-def _from_safetensors(name: str, path: Path) -> Module | None:
+def _from_safetensors(path: Path) -> Module | None:
     """A probe or a translator; None if the file has another format."""
     from safetensors.torch import load_file
 
@@ -374,68 +376,49 @@ def _from_safetensors(name: str, path: Path) -> Module | None:
     tensors = load_file(path)
     for label, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise fail(
-                f"{name}: {label} is stored as {str(tensor.dtype)[6:]}; store it as "
-                "float32, float16 or bfloat16",
-                "path",
-                str(path),
+            raise _Invalid(
+                f"{label} is stored as {str(tensor.dtype)[6:]}; store it as "
+                "float32, float16 or bfloat16"
             )
         if not bool(torch.isfinite(tensor).all()):
-            raise fail(f"{name}: {label} holds NaN or infinity", "path", str(path))
+            raise _Invalid(f"{label} holds NaN or infinity")
     kind = said.get("kind")
-    _check_said(name, path, said)
+    _check_said(said)
     if kind == "probe":
-        return _probe(name, path, said, tensors)
+        return _probe(said, tensors)
     if kind == "translator":
-        return _translator(name, path, said, tensors)
-    raise fail(f"{name}: kind {kind!r} is not probe or translator", "path", str(path))
+        return _translator(said, tensors)
+    raise _Invalid(f"kind {kind!r} is not probe or translator")
 
 
-def _probe(
-    name: str, path: Path, said: Mapping[str, str], tensors: dict[str, torch.Tensor]
-) -> ProbeModule:
+def _probe(said: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> ProbeModule:
     vectors = tensors.get("vectors")
     if vectors is None or vectors.ndim != 2 or not vectors.numel():
-        raise fail(f"{name}: it has no vectors [k, hidden_size]", "path", str(path))
+        raise _Invalid("it has no vectors [k, hidden_size]")
     if unknown := sorted(tensors.keys() - {"vectors", "bias", "threshold"}):
-        raise fail(
-            f"{name}: {unknown[0]!r} is none of a probe's tensors vectors, bias and "
-            "threshold",
-            "path",
-            str(path),
+        raise _Invalid(
+            f"{unknown[0]!r} is none of a probe's tensors vectors, bias and threshold"
         )
     k = vectors.shape[0]
     if k > MAX_VECTORS:
-        raise fail(
-            f"{name}: it has {k} vectors, and a probe at most {MAX_VECTORS}; save them "
-            "as several probes",
-            "path",
-            str(path),
+        raise _Invalid(
+            f"it has {k} vectors, and a probe at most {MAX_VECTORS}; save them "
+            "as several probes"
         )
     bias, threshold = tensors.get("bias"), tensors.get("threshold")
     for label, one in (("bias", bias), ("threshold", threshold)):
         if one is not None and tuple(one.shape) != (k,):
-            raise fail(
-                f"{name}: {label} has the shape {list(one.shape)}, not [{k}]",
-                "path",
-                str(path),
-            )
+            raise _Invalid(f"{label} has the shape {list(one.shape)}, not [{k}]")
     activation = said.get("activation", "none")
     jumps = activation == "jumprelu"
     if activation not in ACTIVATIONS or jumps != (threshold is not None):
-        raise fail(
-            f"{name}: the activation {activation!r} is none of {list(ACTIVATIONS)}, "
-            "or jumprelu without thresholds, or another with them",
-            "path",
-            str(path),
+        raise _Invalid(
+            f"the activation {activation!r} is none of {list(ACTIVATIONS)}, "
+            "or jumprelu without thresholds, or another with them"
         )
     cosine = said.get("cosine") == "true"
     if cosine and not bool(vectors.any(dim=1).all()):
-        raise fail(
-            f"{name}: a vector of zeros has no direction, which cosine needs",
-            "path",
-            str(path),
-        )
+        raise _Invalid("a vector of zeros has no direction, which cosine needs")
     return ProbeModule(
         vectors=vectors.float(),
         bias=torch.zeros(k) if bias is None else bias.float(),
@@ -446,7 +429,7 @@ def _probe(
 
 
 def _translator(
-    name: str, path: Path, said: Mapping[str, str], tensors: dict[str, torch.Tensor]
+    said: Mapping[str, str], tensors: dict[str, torch.Tensor]
 ) -> TranslatorModule:
     weights: dict[int, torch.Tensor] = {}
     biases: dict[int, torch.Tensor] = {}
@@ -454,11 +437,7 @@ def _translator(
         layer, _, part = label.partition(".")
         index = layer_index(layer)
         if index is None or part not in ("weight", "bias"):
-            raise fail(
-                f"{name}: {label!r} is not named LAYER.weight or LAYER.bias",
-                "path",
-                str(path),
-            )
+            raise _Invalid(f"{label!r} is not named LAYER.weight or LAYER.bias")
         (weights if part == "weight" else biases)[index] = tensor
     shapes = {tuple(one.shape) for one in weights.values()}
     width = max((side for shape in shapes for side in shape), default=0)
@@ -466,11 +445,9 @@ def _translator(
         bool(width) and shapes == {(width, width)} and biases.keys() <= weights.keys()
     )
     if not good or any(tuple(one.shape) != (width,) for one in biases.values()):
-        raise fail(
-            f"{name}: weights must be square and of one width, and biases as wide; "
-            f"the shapes are {sorted(shapes)}",
-            "path",
-            str(path),
+        raise _Invalid(
+            f"weights must be square and of one width, and biases as wide; "
+            f"the shapes are {sorted(shapes)}"
         )
     return TranslatorModule(
         weights=weights, biases=biases, residual=said.get("residual") == "true"

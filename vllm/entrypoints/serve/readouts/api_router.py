@@ -47,37 +47,16 @@ async def get_saes(request: Request) -> JSONResponse:
     return JSONResponse(await _modules(request, saes=True))
 
 
-@mutating.post("/readouts/modules/register")
-async def register_module(request: Request) -> JSONResponse:
-    """Register a probe or a translator from a file on the server."""
-    return await _register(request, "module")
-
-
-@mutating.post("/readouts/modules/unregister")
-async def unregister_module(request: Request) -> JSONResponse:
-    """Unregister a probe or a translator."""
-    return await _unregister(request, "module")
-
-
-@mutating.post("/sae/register")
-async def register_sae(request: Request) -> JSONResponse:
-    """Register a sparse autoencoder from a file or folder on the server."""
-    return await _register(request, "sae")
-
-
-@mutating.post("/sae/unregister")
-async def unregister_sae(request: Request) -> JSONResponse:
-    """Unregister a sparse autoencoder."""
-    return await _unregister(request, "sae")
-
-
 async def _modules(request: Request, saes: bool) -> Answer:
     found = (await engine_with(request, "get_readouts").get_readouts())["modules"]
     own = {name: one for name, one in found.items() if (one["kind"] == "sae") == saes}
     return {"modules": own, "count": len(own)}
 
 
-async def _register(request: Request, kind: str) -> JSONResponse:
+@mutating.post("/readouts/modules/register")
+@mutating.post("/sae/register")
+async def register(request: Request) -> JSONResponse:
+    """Register a probe, a translator or an SAE from a file on the server."""
     if (refused := refusal(request)) is not None:
         return refused
     body = await read_object(request, FIELDS, fail)
@@ -88,16 +67,24 @@ async def _register(request: Request, kind: str) -> JSONResponse:
         body.get("layer"),
         body.get("hook"),
         replace,
-        kind,
+        _kind(request),
     )
     return JSONResponse({"status": "ok", "name": body["name"], **described})
 
 
-async def _unregister(request: Request, kind: str) -> JSONResponse:
+@mutating.post("/readouts/modules/unregister")
+@mutating.post("/sae/unregister")
+async def unregister(request: Request) -> JSONResponse:
+    """Unregister a probe, a translator or an SAE."""
     if (refused := refusal(request)) is not None:
         return refused
     body = await read_object(request, ("name",), fail)
     await engine_with(request, "get_readouts").unregister_readout_module(
-        body.get("name"), kind
+        body.get("name"), _kind(request)
     )
     return JSONResponse({"status": "ok", "name": body["name"]})
+
+
+def _kind(request: Request) -> str:
+    """What the route is for."""
+    return "sae" if "/sae/" in request.url.path else "module"

@@ -55,6 +55,11 @@ class _State:
         self, found: RequestReadouts, request: "Request", num_tokens: int, sampled: int
     ) -> list[ReadoutPart]:
         """The results of a step that count, with corrected positions."""
+        is_one = sampled == num_tokens == 1
+        is_next = self.next_position <= found.start == request.num_tokens - 1
+        if is_one and is_next and all([part.count == 1 for part in found.parts]):
+            self.next_position = request.num_tokens
+            return found.parts
         start, stop = found.start, None
         if sampled:
             # With draft tokens a step is prepared before it is known how many drafts
@@ -112,36 +117,21 @@ class ReadoutScheduling:
             The new tokens that remain, and the stop reason if a readout fired.
 
         """
-        try:
-            return self._take(request, step, num_tokens, new_token_ids)
-        except Exception as error:
-            logger.exception("The readouts of %s failed", request.request_id)
-            start = request.num_tokens - num_tokens
-            vars(request).setdefault(_PARTS, []).extend(
-                ReadoutPart(name, start, num_tokens, {}, error=described(error))
-                for name in self._states[request.request_id].by_name
-            )
-            return ReadOut(list(new_token_ids))
-
-    def _take(
-        self,
-        request: "Request",
-        step: StepReadouts,
-        num_tokens: int,
-        new_token_ids: Sequence[int],
-    ) -> ReadOut:
         tokens = list(new_token_ids)
         state = self._states[request.request_id]
         found = step.get(request.request_id)
         if found is None:
             return ReadOut(tokens)
-        is_one = len(tokens) == num_tokens == 1
-        is_next = state.next_position <= found.start == request.num_tokens - 1
-        if is_one and is_next and all([part.count == 1 for part in found.parts]):
-            parts, state.next_position = found.parts, request.num_tokens
-        else:
+        try:
             parts = state.counting(found, request, num_tokens, len(tokens))
-        left, fired = self._ended(request, state, parts, tokens)
+            left, fired = self._ended(request, state, parts, tokens)
+        except Exception as error:
+            logger.exception("The readouts of %s failed", request.request_id)
+            start, left, fired = request.num_tokens - num_tokens, None, ""
+            parts = [
+                ReadoutPart(name, start, num_tokens, {}, error=described(error))
+                for name in state.by_name
+            ]
         if left is not None:
             parts = [part for one in parts for part in _below(one, left)]
             tokens = tokens[: left - request.num_tokens]

@@ -7,24 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.entry import ParseArray, Server
-from vllm.v1.readouts.frontend.keeping import parse_keep_when
 from vllm.v1.readouts.frontend.rules import (
     listed_rules,
+    parse_keep_when,
     parse_stops,
     values_per_token,
 )
-from vllm.v1.readouts.frontend.spec import (
-    parse_readout,
-    without_functions,
-)
+from vllm.v1.readouts.frontend.spec import parse_readout, without_functions
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.residual.plain_data import fault_of, plain
-from vllm.v1.residual.readout_plan import (
-    Readout,
-    ReadoutPlan,
-    ReadoutReader,
-    Refusals,
-)
+from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader, Refusals
 from vllm.v1.residual.row_selection import CaptureContext
 from vllm.v1.residual.spans import overlap
 
@@ -156,7 +148,32 @@ class ReadoutAdmission:
             ReadoutValidationError: a name is unknown, or cannot be part of a file name.
 
         """
-        return _reader(consumer, raw, plan)
+        where = f"capture.{consumer}.readouts"
+        having = {} if plan is None else {one.name: one for one in plan.readouts}
+        names = list(having) if raw == "all" else raw
+        if not isinstance(names, list) or not names:
+            raise fail(
+                f'{where} must be "all" or a list of names of readouts; the request '
+                f"has {sorted(having)}. Add them under readouts",
+                where,
+                raw,
+            )
+        for name in names:
+            if not isinstance(name, str) or name not in having:
+                raise fail(
+                    f"{where}: the request has no readout {name!r}; it has "
+                    f"{sorted(having)}. Add it under readouts",
+                    where,
+                    name,
+                )
+            if not _PLAIN_NAME.fullmatch(name):
+                raise fail(
+                    f"{where}: the name {name!r} becomes a part of keys and file "
+                    "names; use only letters, digits, '_', '-' and '.'",
+                    where,
+                    name,
+                )
+        return ReadoutReader(consumer, tuple(dict.fromkeys(names)))
 
     def _server(self) -> Server:
         return Server(
@@ -167,35 +184,6 @@ class ReadoutAdmission:
             self._refusals,
             self._optional_points,
         )
-
-
-def _reader(consumer: str, raw: Any, plan: ReadoutPlan | None) -> ReadoutReader:
-    where = f"capture.{consumer}.readouts"
-    having = {} if plan is None else {one.name: one for one in plan.readouts}
-    names = list(having) if raw == "all" else raw
-    if not isinstance(names, list) or not names:
-        raise fail(
-            f'{where} must be "all" or a list of names of readouts; the request has '
-            f"{sorted(having)}. Add them under readouts",
-            where,
-            raw,
-        )
-    for name in names:
-        if not isinstance(name, str) or name not in having:
-            raise fail(
-                f"{where}: the request has no readout {name!r}; it has "
-                f"{sorted(having)}. Add it under readouts",
-                where,
-                name,
-            )
-        if not _PLAIN_NAME.fullmatch(name):
-            raise fail(
-                f"{where}: the name {name!r} becomes a part of keys and file names; "
-                "use only letters, digits, '_', '-' and '.'",
-                where,
-                name,
-            )
-    return ReadoutReader(consumer, tuple(dict.fromkeys(names)))
 
 
 def check_size(
@@ -262,11 +250,16 @@ def _check_range(raw: Any, name: str) -> None:
 
 
 def _check_name(name: Any) -> None:
-    good = isinstance(name, str) and name.isprintable() and name.strip() == name
-    if not good or not 0 < len(name) <= MAX_NAME:
+    if not is_name(name):
         raise fail(
             f"readouts: a name must be printable text of 1 to {MAX_NAME} characters, "
             "without blanks around it",
             "readouts",
             name,
         )
+
+
+def is_name(name: Any) -> bool:
+    """Whether a value may be the name of a readout, or of a module."""
+    good = isinstance(name, str) and name.isprintable() and name.strip() == name
+    return good and 0 < len(name) <= MAX_NAME

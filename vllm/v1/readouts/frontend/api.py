@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.readouts.core.engine import added_counters
 from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.frontend.admission import MAX_NAME, is_name
 from vllm.v1.readouts.modules import check_place
 from vllm.v1.residual.addresses import resolve_tap
 from vllm.v1.residual.bounds import shown
@@ -21,9 +22,6 @@ from vllm.v1.residual.tap import HOOK_NAMES, Tap
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
-
-MAX_NAME = 128
-"""Characters of a module's name."""
 
 
 def register(
@@ -209,8 +207,7 @@ def _checked(
     kind: str = "",
 ) -> ModuleInfo:
     _having(engine)
-    good = isinstance(name, str) and name.isprintable() and name.strip() == name
-    if not good or not 0 < len(name) <= MAX_NAME:
+    if not is_name(name):
         raise fail(f"name must be text of 1 to {MAX_NAME} characters", "name", name)
     _check_free(engine, name, replace)
     if not isinstance(path, str) or not path:
