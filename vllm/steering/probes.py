@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from vllm.steering.directions import Rows
 from vllm.steering.extract import ask
 from vllm.steering.labelled import Labels
 from vllm.steering.measures import auroc
@@ -23,7 +23,6 @@ from vllm.v1.residual.tap import Tap
 if TYPE_CHECKING:
     from vllm import LLM
 
-Rows: TypeAlias = npt.NDArray[np.float64]
 Method: TypeAlias = Literal["logistic", "mass-mean"]
 
 _AT_A_TIME = 64
@@ -41,49 +40,6 @@ class TrainedProbe:
     """Fraction of held-out texts classified correctly by the sign of the value."""
     auroc: float
     """Probability that a held-out positive text scores above a negative one."""
-
-
-def prompt_rows(
-    llm: "LLM",
-    prompts: Sequence[Prompt],
-    hook: str,
-    layers: Sequence[int] | None,
-    position: Literal["last", "mean"],
-) -> dict[Tap, Rows]:
-    """Read one row per prompt, by a readout.
-
-    Args:
-        llm: an engine with readouts enabled.
-        prompts: texts or chats.
-        hook: the hook point.
-        layers: 0-based layers; all by default.
-        position: the row of the last token, or the mean over all tokens.
-
-    Returns:
-        `[len(prompts), hidden_size]` float64 by `(layer, hook)`.
-
-    Raises:
-        RuntimeError: a readout failed.
-
-    """
-    from vllm import SamplingParams
-
-    spec: dict[str, Any] = {
-        "kind": "rows",
-        "hooks": {hook: "all" if layers is None else list(layers)},
-        "positions": "last_prompt" if position == "last" else "all_prompt",
-        "reduce": "last" if position == "last" else "mean",
-    }
-    params = SamplingParams(max_tokens=1, detokenize=False, readouts={"rows": spec})
-    found: dict[Tap, list[Rows]] = {}
-    for start in range(0, len(prompts), _AT_A_TIME):
-        for output in ask(llm, prompts[start : start + _AT_A_TIME], params):
-            result = output.readouts["rows"]
-            if result.error is not None:
-                raise RuntimeError(f"a prompt was not read out: {result.error}")
-            for tap, row in zip(result.taps, result["rows"]):
-                found.setdefault(tap, []).append(np.asarray(row, dtype=np.float64))
-    return {tap: np.stack(rows) for tap, rows in found.items()}
 
 
 def train(

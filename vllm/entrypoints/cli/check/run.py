@@ -97,6 +97,7 @@ def _captured(engine_args: Any, args: argparse.Namespace) -> Captured:
 def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
     """All rows of a prompt and its continuation, from an engine with `inline`."""
     from vllm import SamplingParams
+    from vllm.v1.residual.sizes import num_layers
 
     model = llm.llm_engine.vllm_config.model_config
     hooks = {ENTERING: "all", LEAVING: "all"}
@@ -112,9 +113,8 @@ def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
     if result.status != "ok":
         raise ValueError(f"the capture failed: {result.error}")
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    layers = model.get_total_num_hidden_layers()
     name = str(model.dtype).removeprefix("torch.")
-    return Captured(tokens[:-1], dict(result.payload), layers, name)
+    return Captured(tokens[:-1], dict(result.payload), num_layers(model), name)
 
 
 def library_states(engine_args: Any, token_ids: list[int]) -> "list[torch.Tensor]":
