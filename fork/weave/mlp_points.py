@@ -15,13 +15,14 @@ import libcst.matchers as m
 from .events import Event, Trace
 from .layer_class import code
 from .placement import Site, final_terms, merged
-from .stream import Role, Term, Unprovable
+from .stream import Role, Term, Unprovable, reached
 
 MLP_IN, MLP_OUT = "mlp_in", "mlp_out"
 _UNPACKED = m.SimpleStatementLine(
     body=[m.Assign(targets=[m.AssignTarget(target=m.Tuple())])]
 )
 MLP_POINTS = (MLP_IN, MLP_OUT)
+_OF_STREAM = (Role.ENTRY, Role.TAP, Role.STREAM)
 
 
 def place_mlp(traces: Sequence[Trace], early: bool) -> list[Site]:
@@ -87,17 +88,9 @@ def _outputs(terms: Set[Term]) -> frozenset[Term]:
 
 def _reached(terms: Set[Term], points: Set[str]) -> frozenset[Term]:
     """Terms from which `terms` were computed, up to sublayers, taps and `points`."""
-    found: set[Term] = set()
-    pending = list(terms)
-    while pending:
-        term = pending.pop()
-        if term in found or term.point in points:
-            continue
-        found.add(term)
-        ends = (Role.ENTRY, Role.TAP, Role.STREAM, Role.MIXER, Role.MLP)
-        if term.role not in ends:
-            pending.extend(term.reads)
-    return frozenset(found)
+    roles = (*_OF_STREAM, Role.MIXER, Role.MLP)
+    found = reached(terms, lambda term: term.role in roles or term.point in points)
+    return frozenset(term for term in found if term.point not in points)
 
 
 def prove_mlp(trace: Trace) -> None:
@@ -115,39 +108,16 @@ def prove_mlp(trace: Trace) -> None:
         raise Unprovable(f"a path meets {', '.join(met) or 'no point of the MLP'}")
     if any(t.role is Role.MLP for t in _reached(final_terms(trace).keys(), {MLP_OUT})):
         raise Unprovable(f"an MLP's output goes around {MLP_OUT}")
-    if any(MLP_IN in _points_before(term) for term in _mixers(trace)):
+    held = {term for event in trace.events for term in event.held()}
+    mixers = (term for term in held if term.role is Role.MIXER)
+    if any(term.point == MLP_IN for term in reached(mixers)):
         raise Unprovable(f"a token mixer reads {MLP_IN}")
     for event in trace.events:
         if event.kind == "mlp" and not _only_from_tap(event):
             raise Unprovable(f"{event.label} reads more than {MLP_IN}")
 
 
-def _mixers(trace: Trace) -> set[Term]:
-    held = (term for event in trace.events for term in event.held())
-    return {term for term in held if term.role is Role.MIXER}
-
-
-def _points_before(term: Term) -> set[str | None]:
-    """The hook points of all terms from which `term` was computed."""
-    pending, seen = [term], {term}
-    while pending:
-        fresh = pending.pop().reads - seen
-        seen |= fresh
-        pending.extend(fresh)
-    return {found.point for found in seen}
-
-
 def _only_from_tap(event: Event) -> bool:
     """Whether everything that the call reads was computed from `mlp_in`."""
-    pending = [t for tensor in event.tensors if tensor for t in tensor.terms]
-    seen = set(pending)
-    while pending:
-        term = pending.pop()
-        if term.point == MLP_IN:
-            continue
-        if term.role in (Role.ENTRY, Role.TAP, Role.STREAM):
-            return False
-        fresh = term.reads - seen
-        seen |= fresh
-        pending.extend(fresh)
-    return True
+    read = reached(event.held(), lambda term: term.point == MLP_IN)
+    return all(t.point == MLP_IN or t.role not in _OF_STREAM for t in read)

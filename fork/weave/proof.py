@@ -12,7 +12,7 @@ from collections.abc import Set
 
 from .events import Event, Trace
 from .placement import BLOCK, POINTS, POST, PRE
-from .stream import Role, Term, Unprovable, check_known, origins, sublayers
+from .stream import Role, Term, Unprovable, check_known, origins, reached, sublayers
 
 
 def prove(trace: Trace, several_mixers: bool = False) -> None:
@@ -47,17 +47,8 @@ def prove(trace: Trace, several_mixers: bool = False) -> None:
 
 def _results(trace: Trace, point: str) -> frozenset[Term]:
     """The terms that the tap at `point` returned, found where they are used."""
-    found: set[Term] = set()
-    pending = [t for e in trace.events for x in e.tensors if x for t in x.terms]
-    seen = set(pending)
-    while pending:
-        term = pending.pop()
-        if term.point == point:
-            found.add(term)
-        fresh = term.reads - seen
-        seen |= fresh
-        pending.extend(fresh)
-    return frozenset(found)
+    held = (term for event in trace.events for term in event.held())
+    return frozenset(term for term in reached(held) if term.point == point)
 
 
 def _additions(event: Event, stream: Set[Term], point: str) -> frozenset[Term]:
@@ -96,7 +87,7 @@ def _check_reductions(trace: Trace, taps: list[Event]) -> None:
 
 def _check_source(added: Set[Term], stream: Set[Term], point: str) -> None:
     for term in added:
-        read = origins(frozenset({term}))
+        read = origins([term])
         stray = read - stream
         if stray:
             names = ", ".join(sorted(t.label for t in stray))

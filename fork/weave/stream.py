@@ -10,7 +10,7 @@ keeps them, and every other operation makes a new term.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -186,16 +186,24 @@ def check_known(terms: Iterable[Term]) -> None:
             raise Unprovable(f"cannot tell what kind of sublayer {term.label} is")
 
 
-def origins(terms: frozenset[Term]) -> frozenset[Term]:
-    """The entries and taps from which `terms` were computed; taps end the search."""
+def reached(
+    terms: Iterable[Term], ends: Callable[[Term], bool] = lambda term: False
+) -> frozenset[Term]:
+    """`terms` and those from which they were computed, up to where `ends` is true."""
     found: set[Term] = set()
-    pending, seen = list(terms), set(terms)
+    pending = list(terms)
     while pending:
         term = pending.pop()
-        if term.role in (Role.ENTRY, Role.TAP):
+        if term not in found:
             found.add(term)
-            continue
-        fresh = term.reads - seen
-        seen |= fresh
-        pending.extend(fresh)
+            pending.extend(() if ends(term) else term.reads)
     return frozenset(found)
+
+
+def origins(terms: Iterable[Term]) -> frozenset[Term]:
+    """The entries and taps from which `terms` were computed; taps end the search."""
+
+    def ends(term: Term) -> bool:
+        return term.role in (Role.ENTRY, Role.TAP)
+
+    return frozenset(filter(ends, reached(terms, ends)))
