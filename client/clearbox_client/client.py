@@ -2,9 +2,9 @@
 """The synchronous client."""
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -25,6 +25,8 @@ from clearbox_client.requests import (
 from clearbox_client.shared import Mapped
 
 MAX_BYTES = 4 << 30
+
+T = TypeVar("T")
 
 
 class Client:
@@ -157,20 +159,15 @@ class Client:
                 stream.
 
         """
+
+        def chunk_of(status: int, document: dict[str, Any]) -> Chunk:
+            if "error" in document:
+                raise ClearboxError.of(status, document)
+            self._map_shared(document)
+            return Chunk.of(document)
+
         path, body = body_of(self.model, prompt, {**fields, "stream": True})
-        with self._http.ask("POST", path, encoded(body)) as answer:
-            raise_if_refused(answer)
-            events = answer.events()
-            while True:
-                with understood(answer.status):
-                    document = next(events, None)
-                    if document is None:
-                        return
-                    if "error" in document:
-                        raise ClearboxError.of(answer.status, document)
-                    self._map_shared(document)
-                    chunk = Chunk.of(document)
-                yield chunk
+        yield from self._events(path, body, chunk_of)
 
     def patch_events(
         self, prompt: Prompt, **fields: Any
@@ -189,17 +186,13 @@ class Client:
         given = {name: one for name, one in fields.items() if one is not None}
         prompt = prompt if isinstance(prompt, str) else [*prompt]
         body = {**plain(given), "model": self.model, "prompt": prompt, "stream": True}
-        with self._http.ask("POST", "/v1/patch_sweep", encoded(body)) as answer:
-            raise_if_refused(answer)
-            events = answer.events()
-            while True:
-                with understood(answer.status):
-                    event = next(events, None)
-                    if event is None:
-                        return
-                    if "type" not in event:
-                        raise ClearboxError.of(answer.status, event)
-                yield event
+
+        def checked(status: int, event: dict[str, Any]) -> dict[str, Any]:
+            if "type" not in event:
+                raise ClearboxError.of(status, event)
+            return event
+
+        yield from self._events("/v1/patch_sweep", body, checked)
 
     def patch_sweep(self, prompt: Prompt, **fields: Any) -> dict[str, Any]:
         """Run a patching sweep; the arguments are those of `patch_events`.
@@ -349,6 +342,21 @@ class Client:
             for token in mapped.tokens:
                 with suppress(ClearboxError):  # It is freed after a minute anyway.
                     self._ask("DELETE", f"/v1/capture/shm/{quote(token, safe='')}")
+
+    def _events(
+        self, path: str, body: Any, parse: Callable[[int, dict[str, Any]], T]
+    ) -> Generator[T, None, None]:
+        """Yield what `parse` makes of the status and each event of a stream."""
+        with self._http.ask("POST", path, encoded(body)) as answer:
+            raise_if_refused(answer)
+            events = answer.events()
+            while True:
+                with understood(answer.status):
+                    event = next(events, None)
+                    if event is None:
+                        return
+                    parsed = parse(answer.status, event)
+                yield parsed
 
     def _ask(
         self,
