@@ -201,7 +201,6 @@ class Case:
         if steering is not None:
             steering.row_index.zero_()
             steering.program_rows.zero_()
-            steering.tables.programs.write_records(steering.program_rows, 0)
             if self.programs:
                 self._prepare_programs(steering, batch)
             if self.steered:
@@ -229,7 +228,6 @@ class Case:
         count = 1 if self.alone else batch
         number = torch.arange(count, device=rows.device) % len(self.programs)
         rows[:count] = (index.first_special + number).to(rows.dtype)
-        index.write_records(rows, count)
 
 
 def has_manager(runner):  # type: ignore[no-untyped-def]

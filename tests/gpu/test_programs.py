@@ -21,10 +21,6 @@ from vllm.model_executor.layers.residual.program import (
     Program,
     words_of,
 )
-from vllm.model_executor.layers.residual.program_records import (
-    RECORD_WORDS,
-    write_records,
-)
 
 pytestmark = pytest.mark.gpu
 
@@ -68,9 +64,7 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
     index = torch.tensor([0, words.data_ptr()], device="cuda")
     rows = (torch.arange(tokens + 3, device="cuda") % 4 != 1).int()
     gates = torch.zeros(tokens + 3, 4, device="cuda")
-    records = torch.zeros(1, tokens, RECORD_WORDS, dtype=torch.int32, device="cuda")
-    write_records(records, index[None], rows, tokens)
-    tap = ResidualTap(index=index, program_rows=rows, gates=gates, records=records[0])
+    tap = ResidualTap(index=index, program_rows=rows, gates=gates)
     Launch.taps = frozenset({index.data_ptr()})
     weight = torch.randn(width, width, device="cuda", dtype=dtype) * 0.02
     given = torch.randn(2, tokens, width, device="cuda").to(dtype)
@@ -101,7 +95,7 @@ def test_eager_compiled_and_recorded_are_the_same_bits(
     with torch.no_grad(), fresh:
         compiled = torch.compile(visit, fullgraph=True, dynamic=False)(given)
     assert torch.equal(torch.stack(compiled), eager), "compiled"
-    for whole in (False, True):  # With an early start of the kernel, and records.
+    for whole in (False, True):  # With an early start of the kernel.
         Launch.whole = whole
         layer()
         graph = torch.cuda.CUDAGraph()

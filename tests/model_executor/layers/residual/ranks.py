@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of `test_split_ops`, each with upstream's process groups.
+"""The ranks of `test_spread`, each with upstream's process groups.
 
     python -m tests.model_executor.layers.residual.ranks FOLDER RANKS...
 

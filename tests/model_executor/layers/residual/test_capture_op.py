@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from vllm.model_executor.layers.residual import capture_op
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.spread import SUMMANDS, WHOLE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH, ROWS, BASE = 6, 40, 5
@@ -61,7 +62,7 @@ def test_the_op_copies_the_stream_of_each_token_that_has_a_slot(
     if batched:  # [1, T, H], as the Transformers backend has it
         hidden = hidden[None]
         residual = None if residual is None else residual[None]
-    torch.ops.vllm.capture_rows(hidden, residual, slots, one["base"], staging, False)
+    torch.ops.vllm.capture_rows(hidden, residual, slots, one["base"], staging, WHOLE)
     assert torch.equal(staging, expected)
 
 
@@ -80,7 +81,7 @@ def test_a_tap_that_does_not_launch_writes_nothing() -> None:
     staging = torch.zeros(2, WIDTH)
     slots = torch.zeros(1, dtype=torch.int32)
     launching(torch.zeros(1, dtype=torch.int32))
-    torch.ops.vllm.capture_rows(torch.ones(1, WIDTH), None, slots, ZERO, staging, False)
+    torch.ops.vllm.capture_rows(torch.ones(1, WIDTH), None, slots, ZERO, staging, WHOLE)
     assert (staging == 0).all()
 
 
@@ -94,7 +95,7 @@ def test_the_op_has_a_fake_for_compilation() -> None:
             slots,
             ZERO,
             torch.zeros(2, WIDTH),
-            False,
+            WHOLE,
         ),
         test_utils=("test_schema", "test_faketensor"),
     )
@@ -105,7 +106,7 @@ def test_a_captured_row_is_the_rounded_sum_of_the_pair() -> None:
     residual = torch.full((1, WIDTH), 1.0, dtype=torch.bfloat16)
     staging = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
     slots = launching(torch.zeros(1, dtype=torch.int32))
-    torch.ops.vllm.capture_rows(hidden, residual, slots, ZERO, staging, False)
+    torch.ops.vllm.capture_rows(hidden, residual, slots, ZERO, staging, WHOLE)
     assert torch.equal(staging, hidden + residual)
 
 
@@ -114,7 +115,7 @@ def test_an_op_that_is_given_a_copy_of_what_it_is_known_by_says_so() -> None:
     hidden = torch.ones(2, WIDTH)
 
     def capture(slots: torch.Tensor) -> None:
-        torch.ops.vllm.capture_rows(hidden, None, slots, ZERO, staging, False)
+        torch.ops.vllm.capture_rows(hidden, None, slots, ZERO, staging, WHOLE)
 
     Launch.begin(frozenset(), (frozenset(), frozenset({slots.data_ptr()})))
     capture(slots)
@@ -133,6 +134,6 @@ def test_a_part_of_a_sum_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Non
     hidden, residual = torch.ones(1, WIDTH), torch.ones(1, WIDTH)
     staging = torch.zeros(1, WIDTH)
     slots = launching(torch.zeros(1, dtype=torch.int32))
-    torch.ops.vllm.capture_rows(hidden, residual, slots, ZERO, staging, True)
+    torch.ops.vllm.capture_rows(hidden, residual, slots, ZERO, staging, SUMMANDS)
     assert (staging == 3).all()
     assert (hidden == 1).all() and (residual == 1).all()

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from tests.support.compiled import for_hopper, needs_compiler, on_a_gpu, resources
-from vllm.model_executor.layers.residual import program_kernel, program_records
+from vllm.model_executor.layers.residual import program_kernel
 
 pytestmark = needs_compiler
 
@@ -22,13 +22,12 @@ POINTERS = {
     "index_ptr": "*i64",
     "rows_ptr": "*i32",
     "gates_ptr": "*fp32",
-    "records_ptr": "*i32",
 }
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return on_a_gpu(monkeypatch, program_records, program_kernel)
+    return on_a_gpu(monkeypatch, program_kernel)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,6 @@ def test_it_compiles_for_hopper(
 ) -> None:
     constants = {
         "HAS_RESIDUAL": pair,
-        "HAS_RECORDS": pair,
         "LEADS": True,
         "ALIGNED": True,
         "BLOCK": width,

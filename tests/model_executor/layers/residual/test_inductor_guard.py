@@ -16,7 +16,6 @@ from torch.nn.functional import linear
 
 from tests.model_executor.layers.residual.tracing import traced, treated
 from tests.support.compiler import needs_compiler
-from vllm.model_executor.layers.residual import split_ops  # noqa: F401  (has two ops)
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.inductor_guard import (
     CONDITIONS,

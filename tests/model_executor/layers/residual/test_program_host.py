@@ -17,6 +17,7 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.model_executor.layers.residual.program_host import execute_programs
 from vllm.model_executor.layers.residual.program_op import intervene_rows
+from vllm.model_executor.layers.residual.spread import WHOLE
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 
@@ -81,7 +82,7 @@ def test_rows_that_are_adjacent_or_apart_become_those_of_the_reference(
         hidden, other = given.clone(), None if residual is None else residual.clone()
         if apart:
             hidden = wide[:, :width].copy_(given)
-        intervene_rows(hidden, other, index, rows, torch.zeros(8, 4), False)
+        intervene_rows(hidden, other, index, rows, torch.zeros(8, 4), WHOLE)
         assert torch.equal(hidden[rows[:tokens] == 0], given[rows[:tokens] == 0])
         found.append(hidden if other is None else hidden + other)
     assert torch.equal(found[0], found[1])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.point import ResidualTap, _steered_in_graph
 from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -200,7 +200,7 @@ def test_compiled_and_eager_taps_steer_alike(
     assert torch.equal(hidden, before[0]), "an eager tap wrote into its argument"
     if residual is not None:
         assert torch.equal(residual, before[1])
-    in_graph = tap._steer_in_graph(hidden, residual, torch.ops.vllm.steer_rows)
+    in_graph = _steered_in_graph(hidden, residual, table, rows, False)
     assert torch.equal(hidden, before[0])
     for ours, expected in zip(in_graph, eager, strict=True):
         assert ours is expected is None or torch.equal(ours, expected)

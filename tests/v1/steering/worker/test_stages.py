@@ -19,6 +19,7 @@ from tests.v1.steering.worker.test_phase import (
 )
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.program_op import intervene_rows
+from vllm.model_executor.layers.residual.spread import WHOLE
 from vllm.v1.residual.receipts import StepReceipt
 from vllm.v1.steering.conditions import Condition, Scope
 from vllm.v1.steering.operations import Details, Operation, operation
@@ -104,8 +105,8 @@ class Pipeline:
             one.begin_step()
             assert not tensors, "received tensors do not reach the model"
             for layer in self._layers[number]:
-                _, _, index, rows, gates, _ = one.tensors((layer, "post_block"))
-                intervene_rows(stream, None, index, rows, gates, False)
+                _, _, index, rows, gates = one.tensors((layer, "post_block"))
+                intervene_rows(stream, None, index, rows, gates, WHOLE)
             one.end_step()
             tensors = one.send({})
             self.sent.append(set(tensors))

@@ -14,6 +14,13 @@ from typing import Any, ClassVar
 import torch
 
 from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.residual.spread import (
+    SUMMANDS,
+    TOKENS,
+    WHOLE,
+    gathered,
+    gathered_tokens,
+)
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -140,22 +147,6 @@ class CaptureProgress:
 if HAS_TRITON:
 
     @triton.jit
-    def _stream_row(  # type: ignore[no-untyped-def]
-        hidden_ptr,  # [H]
-        residual_ptr,  # [H] or unused
-        column,
-        width,
-        HAS_RESIDUAL: tl.constexpr,
-    ):
-        mask = column < width
-        row = tl.load(hidden_ptr + column, mask=mask)
-        if HAS_RESIDUAL:
-            # Sum in float32 and round once, as the next fused add-norm does.
-            other = tl.load(residual_ptr + column, mask=mask)
-            row = (row.to(tl.float32) + other.to(tl.float32)).to(row.dtype)
-        return row
-
-    @triton.jit
     def _capture_rows_kernel(  # type: ignore[no-untyped-def]
         hidden_ptr,  # [T, H]
         residual_ptr,  # [T, H] or unused
@@ -168,20 +159,10 @@ if HAS_TRITON:
         staging_stride,
         width,
         HAS_RESIDUAL: tl.constexpr,
-        AT_ONCE: tl.constexpr,
         BLOCK: tl.constexpr,
         launch_pdl: tl.constexpr,
     ):
         token = tl.program_id(0)
-        column = tl.arange(0, BLOCK)
-        if AT_ONCE:  # Overlap this load with the load of the slot.
-            row = _stream_row(
-                hidden_ptr + token * hidden_stride,
-                residual_ptr + token * residual_stride,
-                column,
-                width,
-                HAS_RESIDUAL,
-            )
         base = tl.load(base_ptr)
         slot = tl.load(slots_ptr + token * slots_stride).to(tl.int64)
         if launch_pdl:
@@ -192,38 +173,23 @@ if HAS_TRITON:
             tl.extra.cuda.gdc_launch_dependents()
         if slot < 0:
             return
+        hidden_ptr += token * hidden_stride
+        residual_ptr += token * residual_stride
         place = staging_ptr + (base + slot) * staging_stride
-        if AT_ONCE:
-            tl.store(place + column, row, mask=column < width)
-        else:
-            for start in range(0, width, BLOCK):
-                columns = start + column
-                row = _stream_row(
-                    hidden_ptr + token * hidden_stride,
-                    residual_ptr + token * residual_stride,
-                    columns,
-                    width,
-                    HAS_RESIDUAL,
-                )
-                tl.store(place + columns, row, mask=columns < width)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            mask = column < width
+            row = tl.load(hidden_ptr + column, mask=mask)
+            if HAS_RESIDUAL:
+                # Sum in float32 and round once, as the next fused add-norm does.
+                other = tl.load(residual_ptr + column, mask=mask)
+                row = (row.to(tl.float32) + other.to(tl.float32)).to(row.dtype)
+            tl.store(place + column, row, mask=mask)
 
 
 def block_of(width: int) -> int:
     """Columns that a kernel processes at a time: a power of two, at most 4096."""
     return min(triton.next_power_of_2(width), 4096)
-
-
-def reads_at_once(num_tokens: int, width: int) -> bool:
-    """Whether a kernel loads rows before it knows whether they are needed.
-
-    In a decode step this hides the latency of one load. In a prefill step with many
-    rows, few of which may be needed, the extra loads would cost more than that.
-    """
-    return num_tokens <= FEW_TOKENS and width <= block_of(width)
-
-
-FEW_TOKENS = 512
-"""Most tokens of a step whose rows are loaded unconditionally."""
 
 
 def begins_early() -> bool:
@@ -246,38 +212,43 @@ def capture_rows(
     slots: torch.Tensor,
     base: torch.Tensor,
     staging: torch.Tensor,
-    partial: bool,
+    spread: int,
 ) -> None:
     """Copy rows that have a slot to staging: `staging[base + slots[t]] = stream[t]`.
 
     Args:
-        hidden: `[T, H]` or `[1, T, H]`, the stream or one half of the pair.
+        hidden: `[T, H]` or `[1, T, H]`, the stream or one half of the pair; `[C, H]` if
+            ranks split the tokens, `[T, W]` if each has some numbers of a row.
         residual: the other half, same shape; None if `hidden` is the stream.
         slots: `[>= T]` int32, -1 for a token whose row is not captured.
         base: `[1]` int32, added to every slot. In consecutive decode steps of the same
             requests only this value changes.
         staging: `[S, H]` in the stream's dtype. A row of another width begins where
             its slot does, and ends in a later row or before the end of this one.
-        partial: whether `hidden` is this rank's summand of an all-reduce over
-            tensor-parallel ranks.
+        spread: how ranks share the rows, see `spread.py`. All ranks launch the same
+            ops, so the collective operations cannot deadlock.
 
     """
     if not Launch.wants(slots):
         return
     address = slots.data_ptr()
-    if partial:
-        # All ranks launch the same ops, so this collective cannot deadlock. The layer
-        # continues with its own summand, so a copy is reduced; upstream reduces in
-        # place on a CPU.
+    if spread == SUMMANDS:
+        # The layer continues with its own summand, so a copy is reduced; upstream
+        # reduces in place on a CPU.
         part = hidden if hidden.is_cuda else hidden.clone()
         hidden = tensor_model_parallel_all_reduce(part)
+    elif spread == TOKENS:
+        # With padding there may be more rows than slots.
+        hidden = gathered_tokens(hidden, residual)[: len(slots)]
+        residual = None
+    elif spread != WHOLE:
+        hidden = gathered(hidden, spread)
     if hidden.dim() > 2:
         hidden = hidden.flatten(0, -2)
         residual = None if residual is None else residual.flatten(0, -2)
     if hidden.is_cuda:
         assert hidden.stride(-1) == 1 and staging.stride(-1) == 1
         num_tokens, width = hidden.shape
-        early = begins_early()
         _capture_rows_kernel[(num_tokens,)](
             hidden,
             hidden if residual is None else residual,
@@ -290,10 +261,9 @@ def capture_rows(
             staging.stride(0),
             width,
             HAS_RESIDUAL=residual is not None,
-            AT_ONCE=not early and reads_at_once(num_tokens, width),
             BLOCK=block_of(width),
             num_warps=8,
-            launch_pdl=early,
+            launch_pdl=begins_early(),
         )
         if CaptureProgress.active is not None:
             CaptureProgress.active.launched(address)

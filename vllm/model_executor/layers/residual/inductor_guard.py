@@ -26,16 +26,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import Launch, capture_rows
-from vllm.model_executor.layers.residual.program_op import (
-    intervene_divided_rows,
-    intervene_split_rows,
-    intervene_wanted,
-)
-from vllm.model_executor.layers.residual.split_ops import (
-    capture_divided_rows,
-    capture_split_rows,
-    steer_split_rows,
-)
+from vllm.model_executor.layers.residual.program_op import intervene_wanted
 from vllm.model_executor.layers.residual.steer_op import steer_rows
 from vllm.platforms import current_platform
 
@@ -76,26 +67,16 @@ THIRD = f"{ANY} and {Launch.__name__}.wants({{2}})"
 SECOND = f"{ANY} and {Launch.__name__}.wants({{1}})"
 CONDITIONS = {
     "capture_rows": THIRD,
-    "capture_split_rows": THIRD,
-    "capture_divided_rows": THIRD,
     "steer_rows": SECOND,
-    "steer_split_rows": SECOND,
     "steer_rows_ahead": WHOLE,
     "intervene_rows": THIRD,
-    "intervene_split_rows": THIRD,
-    "intervene_divided_rows": SECOND,
 }
 """By op: an expression that is true whenever the op may have work to do. A number in
 braces stands for the argument at this position."""
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "capture_rows": capture_rows,
-    "capture_split_rows": capture_split_rows,
-    "capture_divided_rows": capture_divided_rows,
     "steer_rows": steer_rows,
-    "steer_split_rows": steer_split_rows,
     "intervene_rows": intervene_wanted,
-    "intervene_split_rows": intervene_split_rows,
-    "intervene_divided_rows": intervene_divided_rows,
 }
 """By op: its function, of those that run on a CPU, called where the condition holds."""
 IMPORT = f"from {Launch.__module__} import {Launch.__name__}"

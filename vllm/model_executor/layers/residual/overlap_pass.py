@@ -24,14 +24,7 @@ PRODUCTS = ("linear", "mm", "gemm", "matmul", "moe")
 """Substrings of the names of functions that run long enough to hide an addition."""
 
 
-READERS = (
-    "capture_rows",
-    "capture_split_rows",
-    "capture_divided_rows",
-    "intervene_rows",
-    "intervene_split_rows",
-    "intervene_divided_rows",
-)
+READERS = ("capture_rows", "intervene_rows")
 """Hook-point ops that read the stream if they launch.
 
 No addition may start early across one that launches.
@@ -89,7 +82,7 @@ def _find(nodes: Sequence[fx.Node], device_type: str) -> Iterator[Additions]:
     known: set[fx.Node] = set()
     order = {node: place for place, node in enumerate(nodes)}
     for place, node in enumerate(nodes):
-        if node in known or not _is(node, "steer_rows"):
+        if node in known or not _is_addition(node):
             continue
         memory = _memory(node.args[0])
         if len(memory) != 1 or not _is_on(node.args[0], device_type):
@@ -115,7 +108,7 @@ def _additions_after(
     captures: list[fx.Node] = []
     seen: list[fx.Node] = []
     for node in nodes:
-        if _is(node, "steer_rows") and _memory(node.args[0]) == memory:
+        if _is_addition(node) and _memory(node.args[0]) == memory:
             steers.append(node)
             captures += seen
             seen = []
@@ -172,6 +165,11 @@ def _is_known_at(node: fx.Node, place: int, order: dict[fx.Node, int]) -> bool:
 def _is(node: fx.Node, op: str) -> bool:
     packet = getattr(torch.ops.vllm, op)
     return node.op == "call_function" and node.target in (packet, packet.default)
+
+
+def _is_addition(node: fx.Node) -> bool:
+    """Whether the node adds vectors to tokens that ranks do not split."""
+    return _is(node, "steer_rows") and True not in node.args[4:]
 
 
 def _is_capture(node: fx.Node) -> bool:

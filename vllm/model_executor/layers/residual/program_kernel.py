@@ -21,13 +21,6 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
-if HAS_TRITON:
-    from vllm.model_executor.layers.residual.program_records import (
-        instruction,
-        load_record,
-        look_up,
-    )
-
 MOST_WARPS_FROM = 8192
 """Row width from which sixteen warps are used."""
 REGISTERS = {2048: 64, 4096: 80, 8192: 128}
@@ -139,6 +132,31 @@ if HAS_TRITON:
         return tl.where((larger < most) & (value > low), value, 0.0)
 
     @triton.jit
+    def _instruction(words, number, token, live):  # type: ignore[no-untyped-def]
+        """The fields of an instruction that do not depend on the stream.
+
+        Args:
+            words: address of the program.
+            number: of the instruction, from 0.
+            token: index in the step.
+            live: whether the instruction exists; otherwise all fields are 0.
+
+        """
+        at = words + (number + 1) * _WORDS
+        longs = tl.cast(at, tl.pointer_type(tl.int64))
+        floats = tl.cast(at, tl.pointer_type(tl.float32))
+        kind = tl.load(at, mask=live, other=0)
+        flags = tl.load(at + 1, mask=live, other=0)
+        shift = token * tl.load(longs + 3, mask=live, other=0)
+        read_at = tl.load(longs + 4, mask=live, other=0) + shift
+        write_at = tl.load(longs + 5, mask=live, other=0) + shift
+        c0 = tl.load(floats + 18, mask=live, other=0.0)
+        c1 = tl.load(floats + 19, mask=live, other=0.0)
+        c2 = tl.load(floats + 20, mask=live, other=0.0)
+        c3 = tl.load(floats + 21, mask=live, other=0.0)
+        return kind, flags, read_at, write_at, c0, c1, c2, c3
+
+    @triton.jit
     def _opened_at(gates_ptr, stride, token, first, gate):  # type: ignore[no-untyped-def]
         """Where the first token of a token's request that opens a gate is noted."""
         noted = tl.cast(gates_ptr, tl.pointer_type(tl.int32))
@@ -178,7 +196,6 @@ if HAS_TRITON:
         index_ptr,  # [rows], int64: the address of a program, or 0
         rows_ptr,  # [T], int32
         gates_ptr,  # [T, columns], float32
-        records_ptr,  # [T, RECORD_WORDS], int32, or unused
         source_stride,
         hidden_stride,
         residual_stride,
@@ -186,7 +203,6 @@ if HAS_TRITON:
         width,
         first,  # index of the first token in the step
         HAS_RESIDUAL: tl.constexpr,
-        HAS_RECORDS: tl.constexpr,
         LEADS: tl.constexpr,
         ALIGNED: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -195,27 +211,19 @@ if HAS_TRITON:
         token = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         mask = column < width
-        if HAS_RECORDS:
-            found = load_record(records_ptr, token)
-        else:
-            row = tl.load(rows_ptr + token).to(tl.int64)
-            found = look_up(index_ptr, row, token + first)
-        (
-            program,
-            is_simple,
-            flags,
-            gate_of_simple,
-            read_at,
-            write_at,
-            c0,
-            c1,
-            c2,
-            c3,
-            low,
-            high,
-        ) = found
-        has_program = program != 0
-        u = _vector(read_at, column, column < tl.where(has_program, width, 0), ALIGNED)
+        row = tl.load(rows_ptr + token).to(tl.int64)
+        program = tl.load(index_ptr + row)
+        exists = program != 0
+        words = tl.cast(program, tl.pointer_type(tl.int32))
+        is_simple = tl.load(words + 1, mask=exists, other=0)
+        kind, flags, read_at, write_at, c0, c1, c2, c3 = _instruction(
+            words, 0, token + first, exists
+        )
+        gate_of_simple = tl.load(words + _WORDS + 4, mask=exists, other=-1)
+        floats = tl.cast(words + _WORDS, tl.pointer_type(tl.float32))
+        low = tl.load(floats + 22, mask=exists, other=0.0)
+        high = tl.load(floats + 23, mask=exists, other=0.0)
+        u = _vector(read_at, column, column < tl.where(exists, width, 0), ALIGNED)
         hidden_ptr += token * hidden_stride
         source_ptr += token * source_stride
         residual_ptr += token * residual_stride
@@ -227,12 +235,9 @@ if HAS_TRITON:
             tl.extra.cuda.gdc_wait()
             # The next kernel may start if it waits for this one in the same way.
             tl.extra.cuda.gdc_launch_dependents()
-        if HAS_RECORDS:  # Few rows: load them while the program is loaded.
-            x = _stream(source_ptr, residual_ptr, column, mask, HAS_RESIDUAL)
         if program == 0:
             return
-        if not HAS_RECORDS:
-            x = _stream(source_ptr, residual_ptr, column, mask, HAS_RESIDUAL)
+        x = _stream(source_ptr, residual_ptr, column, mask, HAS_RESIDUAL)
         if is_simple != 0:
             # Most programs. A path of their own saves 0.7 µs, as the GPU fetches less
             # code for it than for the loop below.
@@ -251,11 +256,7 @@ if HAS_TRITON:
                 x += amount * w
                 _write(x, hidden_ptr, residual_ptr, column, mask, HAS_RESIDUAL, LEADS)
             return
-        words = tl.cast(program, tl.pointer_type(tl.int32))
         count = tl.load(words)
-        kind, flags, read_at, write_at, c0, c1, c2, c3 = instruction(
-            words, 0, token + first, count > 0
-        )
         norm = tl.full([], 0.0, tl.float32)
         changed = tl.full([], 0, tl.int32)
         for number in range(count):
@@ -414,7 +415,7 @@ if HAS_TRITON:
                     dose = tl.sqrt(moved) / tl.maximum(tl.sqrt(base), 1.1754944e-38)
                 tl.store(dose_at, dose)
             # Load the next instruction's fields while this one is executed.
-            kind, flags, read_at, write_at, c0, c1, c2, c3 = instruction(
+            kind, flags, read_at, write_at, c0, c1, c2, c3 = _instruction(
                 words, number + 1, token + first, number + 1 < count
             )
             there = tl.where(number + 1 < count, width, 0)
@@ -430,7 +431,6 @@ def launch_programs(
     index: torch.Tensor,
     rows: torch.Tensor,
     gates: torch.Tensor,
-    records: torch.Tensor | None = None,
     *,
     leads: bool = True,
     early: bool = False,
@@ -446,8 +446,6 @@ def launch_programs(
         index: `[rows]` int64, the address of the program of each row, or 0.
         rows: `[>= T]` int32.
         gates: `[>= T, columns]` float32, which probes write.
-        records: `[>= T, RECORD_WORDS]` int32, the beginnings of the tokens' programs;
-            None: found from `index` and `rows`.
         leads: whether this rank writes the result.
         early: whether the kernel may start while the previous one finishes.
         first: index in the step of the first row, if ranks split the tokens.
@@ -464,7 +462,6 @@ def launch_programs(
         index,
         rows,
         gates,
-        rows if records is None else records,
         source.stride(0),
         hidden.stride(0),
         0 if residual is None else residual.stride(0),
@@ -472,7 +469,6 @@ def launch_programs(
         width,
         first,
         HAS_RESIDUAL=residual is not None,
-        HAS_RECORDS=records is not None,
         LEADS=leads,
         ALIGNED=width % 4 == 0,
         BLOCK=block,

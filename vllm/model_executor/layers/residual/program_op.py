@@ -7,11 +7,12 @@ token's program in tables on the device: on a CPU the native library is the kern
 Legend: T tokens of the step (padding included), H width of the stream.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
-    tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.residual.capture_op import (
@@ -19,13 +20,24 @@ from vllm.model_executor.layers.residual.capture_op import (
     begins_early,
     register_op,
 )
-from vllm.model_executor.layers.residual.host_calls import HostCalls, run_calls
+from vllm.model_executor.layers.residual.host_calls import (
+    HostCall,
+    HostCalls,
+    run_calls,
+)
 from vllm.model_executor.layers.residual.program_host import (
     execute_all,
     execute_programs,
 )
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
-from vllm.model_executor.layers.residual.split_ops import gathered, share
+from vllm.model_executor.layers.residual.spread import (
+    SUMMANDS,
+    TOKENS,
+    WHOLE,
+    gathered,
+    gathered_tokens,
+    share,
+)
 
 
 def intervene_rows(
@@ -34,8 +46,7 @@ def intervene_rows(
     index: torch.Tensor,
     rows: torch.Tensor,
     gates: torch.Tensor,
-    partial: bool,
-    records: torch.Tensor | None = None,
+    spread: int,
 ) -> None:
     """Execute each token's program on its row of the stream, in place.
 
@@ -43,20 +54,17 @@ def intervene_rows(
     rows keep every bit.
 
     Args:
-        hidden: `[T, H]` (or `[1, T, H]`), the stream, or the pair's branch.
+        hidden: `[T, H]` (or `[1, T, H]`), the stream, or the pair's branch; `[C, H]` if
+            ranks split the tokens, `[T, W]` if each has some numbers of a row.
         residual: the pair's other half, or None.
         index: `[rows]` int64, the address of the program of each row, or 0.
-        rows: `[>= T]` int32, a row of the index for each token.
+        rows: `[>= T]` int32, a row of the index for each token of all ranks.
         gates: `[>= T, columns]` float32, which probes write and instructions read.
-        partial: whether `hidden` is this rank's part of a sum over tensor-parallel
-            ranks.
-        records: `[R, RECORD_WORDS]` int32, the beginnings of the programs of the first
-            R tokens, as they are before a recorded step of at most R tokens; None if
-            there are none.
+        spread: how ranks share the rows, see `spread.py`.
 
     """
     if Launch.wants(index):
-        intervene_wanted(hidden, residual, index, rows, gates, partial, records)
+        intervene_wanted(hidden, residual, index, rows, gates, spread)
 
 
 def intervene_wanted(
@@ -65,37 +73,49 @@ def intervene_wanted(
     index: torch.Tensor,
     rows: torch.Tensor,
     gates: torch.Tensor,
-    partial: bool,
-    records: torch.Tensor | None = None,
+    spread: int,
 ) -> None:
     """`intervene_rows` in a step that runs programs at the hook point."""
-    usual = hidden.is_cpu and not partial and not HostCalls.at
+    usual = hidden.is_cpu and spread == WHOLE and not HostCalls.at
     if usual and execute_all(hidden, residual, index, rows, gates):
         return
-    whole, leads = hidden, True
-    if partial:
+    if spread > WHOLE:  # Every rank computes whole rows, and decides conditions alike.
+        whole = gathered(hidden, spread)
+        intervene_wanted(whole, None, index, rows, gates, WHOLE)
+        width = hidden.shape[-1]
+        start = get_tensor_model_parallel_rank() // spread * width
+        hidden.copy_(whole[:, start : start + width].view(hidden.shape))
+        return
+    whole, leads, first = hidden, True, 0
+    if spread == SUMMANDS:
         # The layer continues with its own part, so a copy is summed.
         whole = tensor_model_parallel_all_reduce(hidden.clone())
         leads = get_tensor_model_parallel_rank() == 0
-    _intervene(whole, hidden, residual, index, rows, gates, records, leads, 0)
-    if HostCalls.at and (calls := HostCalls.at.get(index.data_ptr())):
-        if partial:  # Programs have changed this rank's part only.
-            whole = tensor_model_parallel_all_reduce(hidden.clone())
-        width = hidden.shape[-1]
-        other = None if residual is None else residual.view(-1, width)
-        branch = hidden.view(-1, width)
-        whole = whole.view(-1, width) if partial else branch
-        run_calls(calls, whole, branch, other, leads)
+    elif spread == TOKENS:
+        first = share(len(hidden)).start
+    _execute(whole, hidden, residual, index, rows, gates, leads, first)
+    calls = HostCalls.at.get(index.data_ptr()) if HostCalls.at else None
+    if not calls:
+        return
+    if spread == TOKENS:
+        _call_for_all_ranks(calls, hidden, residual)
+        return
+    if spread == SUMMANDS:  # Programs have changed this rank's part only.
+        whole = tensor_model_parallel_all_reduce(hidden.clone())
+    width = hidden.shape[-1]
+    branch = hidden.view(-1, width)
+    whole = branch if spread == WHOLE else whole.view(-1, width)
+    other = None if residual is None else residual.view(-1, width)
+    run_calls(calls, whole, branch, other, leads)
 
 
-def _intervene(
+def _execute(
     whole: torch.Tensor,
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
     index: torch.Tensor,
     rows: torch.Tensor,
     gates: torch.Tensor,
-    records: torch.Tensor | None,
     leads: bool,
     first: int,
 ) -> None:
@@ -103,99 +123,27 @@ def _intervene(
         width = hidden.shape[-1]
         whole, hidden = whole.view(-1, width), hidden.view(-1, width)
         residual = None if residual is None else residual.view(-1, width)
-    own = gates
     if first:  # A slice of everything would take longer than a token's program.
-        rows, own = rows[first:], gates[first:]
-    tables = whole, hidden, residual, index, rows, own
+        rows, gates = rows[first:], gates[first:]
+    tables = whole, hidden, residual, index, rows, gates
     if hidden.is_cuda:
-        beginnings = _of_step(records, first, len(hidden))
-        early = begins_early()
-        launch_programs(*tables, beginnings, leads=leads, early=early, first=first)
+        launch_programs(*tables, leads=leads, early=begins_early(), first=first)
     else:
         execute_programs(*tables, leads=leads, first=first)
 
 
-def _of_step(
-    records: torch.Tensor | None, first: int, num_tokens: int
-) -> torch.Tensor | None:
-    """The records of the tokens from `first` on; None if they are not written.
-
-    They are written before steps that are recorded whole.
-    """
-    if records is None or not Launch.whole or first + num_tokens > len(records):
-        return None
-    return records[first:]
+def _call_for_all_ranks(
+    calls: Sequence[HostCall], hidden: torch.Tensor, residual: torch.Tensor | None
+) -> None:
+    """Call functions on the rows of all ranks, and keep this rank's `[C, H]`."""
+    whole = gathered_tokens(hidden, residual)
+    before = whole.clone()
+    run_calls(calls, whole, whole, None, True)
+    own = share(len(hidden))
+    changed = (whole != before).any(dim=-1)[own]
+    hidden[changed] = whole[own][changed]
+    if residual is not None:
+        residual[changed] = 0.0
 
 
 register_op(intervene_rows, ["hidden", "residual", "gates"])
-
-
-def intervene_split_rows(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    gates: torch.Tensor,
-    records: torch.Tensor | None = None,
-) -> None:
-    """As `intervene_rows`, if each tensor-parallel rank has a share of the tokens.
-
-    Args:
-        hidden: `[C, H]`, this rank's share of the stream, or of the pair's branch.
-        residual: the pair's other half, or None.
-        index: `[rows]` int64, as in `intervene_rows`.
-        rows: the row of the index for each token of all ranks, padding included.
-        gates: the gates of each token of all ranks, padding included.
-        records: those of the first tokens of all ranks, or None.
-
-    """
-    if not Launch.wants(index):
-        return
-    own = share(len(hidden))
-    _intervene(hidden, hidden, residual, index, rows, gates, records, True, own.start)
-    if calls := HostCalls.at.get(index.data_ptr()):
-        # All ranks call the functions, on the rows of all.
-        stream = hidden if residual is None else hidden + residual
-        whole = tensor_model_parallel_all_gather(stream, 0)
-        before = whole.clone()
-        run_calls(calls, whole, whole, None, True)
-        changed = (whole != before).any(dim=-1)[own]
-        hidden[changed] = whole[own][changed]
-        if residual is not None:
-            residual[changed] = 0.0
-
-
-register_op(intervene_split_rows, ["hidden", "residual", "gates"])
-
-
-def intervene_divided_rows(
-    hidden: torch.Tensor,
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    gates: torch.Tensor,
-    copies: int,
-    records: torch.Tensor | None = None,
-) -> None:
-    """As `intervene_rows`, if each tensor-parallel rank has some numbers of each row.
-
-    Every rank computes whole rows, and so decides conditions alike.
-
-    Args:
-        hidden: `[T, W]` or `[1, T, W]`, this rank's numbers.
-        index: as in `intervene_rows`.
-        rows: likewise.
-        gates: likewise.
-        copies: the number of consecutive ranks that have the same numbers.
-        records: as in `intervene_rows`.
-
-    """
-    if not Launch.wants(index):
-        return
-    whole = gathered(hidden, copies)
-    intervene_wanted(whole, None, index, rows, gates, False, records)
-    width = hidden.shape[-1]
-    start = get_tensor_model_parallel_rank() // copies * width
-    hidden.copy_(whole[:, start : start + width].view(hidden.shape))
-
-
-register_op(intervene_divided_rows, ["hidden", "gates"])

@@ -20,9 +20,9 @@ from vllm.model_executor.layers.residual.capture_op import (
     Launch,
     begins_early,
     block_of,
-    reads_at_once,
     register_op,
 )
+from vllm.model_executor.layers.residual.spread import share
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
 Addition = tuple[torch.Tensor, torch.Tensor]
@@ -60,114 +60,49 @@ class EarlyAdditions:
 if HAS_TRITON:
 
     @triton.jit
-    def _added(value, vector):  # type: ignore[no-untyped-def]
-        return (value.to(tl.float32) + vector.to(tl.float32)).to(value.dtype)
-
-    @triton.jit
-    def _steer_short_rows_kernel(  # type: ignore[no-untyped-def]
+    def _steer_rows_kernel(  # type: ignore[no-untyped-def]
         target_ptr,  # [T, H]
         table_ptr,  # [V, H]
         rows_ptr,  # [T]
-        other_table_ptr,  # [V, H] or unused
-        other_rows_ptr,  # [T] or unused
         target_stride,
         table_stride,
-        other_table_stride,
         width,
-        TWICE: tl.constexpr,
         BLOCK: tl.constexpr,
         launch_pdl: tl.constexpr,
     ):
         token = tl.program_id(0)
-        column = tl.arange(0, BLOCK)
-        mask = column < width
-        place = target_ptr + token * target_stride + column
-        if not launch_pdl:  # Overlap the load of the stream with that of the vector.
-            value = tl.load(place, mask=mask)
         row = tl.load(rows_ptr + token).to(tl.int64)
-        vector = tl.load(table_ptr + row * table_stride + column, mask=mask)
-        other_row = row
-        if TWICE:
-            other_row = tl.load(other_rows_ptr + token).to(tl.int64)
-            other_ptr = other_table_ptr + other_row * other_table_stride
-            other = tl.load(other_ptr + column, mask=mask)
         if launch_pdl:  # The previous kernel may still write the stream.
             # Every block waits: one that exits before the previous kernel has
             # finished would let the next kernel start too early.
             tl.extra.cuda.gdc_wait()
-        if (row == 0) & (other_row == 0):
-            return
-        if launch_pdl:
-            value = tl.load(place, mask=mask)
-        value = _added(value, vector)
-        if TWICE:  # Rounded after each addition, as by two ops.
-            value = _added(value, other)
-        tl.store(place, value, mask=mask)
-
-    @triton.jit
-    def _steer_rows_kernel(  # type: ignore[no-untyped-def]
-        target_ptr,
-        table_ptr,
-        rows_ptr,
-        other_table_ptr,
-        other_rows_ptr,
-        target_stride,
-        table_stride,
-        other_table_stride,
-        width,
-        TWICE: tl.constexpr,
-        BLOCK: tl.constexpr,
-        launch_pdl: tl.constexpr,
-    ):
-        token = tl.program_id(0)
-        row = tl.load(rows_ptr + token).to(tl.int64)
-        other_row = row
-        if TWICE:
-            other_row = tl.load(other_rows_ptr + token).to(tl.int64)
-        if launch_pdl:
-            tl.extra.cuda.gdc_wait()
-        if (row == 0) & (other_row == 0):
+        if row == 0:
             return
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
             mask = column < width
             place = target_ptr + token * target_stride + column
             vector = tl.load(table_ptr + row * table_stride + column, mask=mask)
-            value = _added(tl.load(place, mask=mask), vector)
-            if TWICE:
-                other_ptr = other_table_ptr + other_row * other_table_stride
-                value = _added(value, tl.load(other_ptr + column, mask=mask))
-            tl.store(place, value, mask=mask)
+            value = tl.load(place, mask=mask)
+            added = value.to(tl.float32) + vector.to(tl.float32)
+            tl.store(place, added.to(value.dtype), mask=mask)
 
 
-def _add(target: torch.Tensor, additions: Sequence[Addition]) -> None:
-    """Add the tables' vectors to `[..., H]`; on a GPU one kernel adds two tables."""
+def _add(target: torch.Tensor, table: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add each token's vector to `[..., H]`."""
     target = target.view(-1, target.shape[-1])
-    if target.is_cuda:
-        for first in range(0, len(additions), 2):
-            _launch(target, additions[first : first + 2])
-        return
-    for table, rows in additions:
-        target.add_(table.index_select(0, rows[: len(target)]))
-
-
-def _launch(target: torch.Tensor, additions: Sequence[Addition]) -> None:
     num_tokens, width = target.shape
-    (table, rows), (other_table, other_rows) = additions[0], additions[-1]
-    assert target.stride(-1) == table.stride(-1) == other_table.stride(-1) == 1
-    short = reads_at_once(num_tokens, width)
-    kernel = _steer_short_rows_kernel if short else _steer_rows_kernel
-    kernel[(num_tokens,)](
+    if not target.is_cuda:
+        target.add_(table.index_select(0, rows[:num_tokens]))
+        return
+    assert target.stride(-1) == table.stride(-1) == 1
+    _steer_rows_kernel[(num_tokens,)](
         target,
         table,
         rows,
-        other_table,
-        other_rows,
         target.stride(0),
         table.stride(0),
-        other_table.stride(0),
         width,
-        TWICE=len(additions) == 2,
         BLOCK=block_of(width),
         num_warps=8,
         launch_pdl=begins_early(),
@@ -179,6 +114,7 @@ def steer_rows(
     table: torch.Tensor,
     rows: torch.Tensor,
     branch: torch.Tensor | None,
+    split: bool = False,
 ) -> None:
     """Add each token's vector in place: `target[t] += table[rows[t]]`.
 
@@ -190,10 +126,12 @@ def steer_rows(
         rows: `[>= T]` int32, the row of `table` for each token.
         branch: the other half, or None. Not read; as an argument it keeps the compiler
             from moving the wait before the work that should overlap the addition.
+        split: whether tensor-parallel ranks split the tokens, of which `target` has
+            those of this rank, and `rows` those of all.
 
     """
     if Launch.wants(table) and not EarlyAdditions.join(table):
-        _add(target, [(table, rows)])
+        _add(target, table, rows[share(len(target))] if split else rows)
 
 
 register_op(steer_rows, ["target"])
@@ -246,13 +184,18 @@ class SideStream:
     def __init__(self, target: torch.Tensor, additions: Sequence[Addition]) -> None:
         self._done: torch.cuda.Event | None = None
         if not target.is_cuda:
-            _add(target, additions)
+            self._add(target, additions)
             return
         stream = _side_stream(target.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            _add(target, additions)
+            self._add(target, additions)
             self._done = stream.record_event()
+
+    @staticmethod
+    def _add(target: torch.Tensor, additions: Sequence[Addition]) -> None:
+        for table, rows in additions:
+            _add(target, table, rows)
 
     def join(self) -> None:
         """Make the current stream wait until the vectors are added."""

@@ -13,10 +13,6 @@ from vllm.model_executor.layers.residual.program import (
     Program,
     words_of,
 )
-from vllm.model_executor.layers.residual.program_records import (
-    RECORD_WORDS,
-    write_records,
-)
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.tap import Tap
@@ -54,8 +50,7 @@ class ProgramIndex:
 
     The rows of configurations come first, as in the tables of vectors; the rows after
     them are for tokens on which operations with positions act, and are rewritten in
-    each step. CUDA graphs hold the index's address, and read the beginnings of programs
-    from records of the step's tokens.
+    each step. CUDA graphs hold the index's address.
     """
 
     def __init__(
@@ -64,7 +59,6 @@ class ProgramIndex:
         num_rows: int,
         num_tokens: int,
         device: torch.device,
-        num_recorded: int = 0,
     ) -> None:
         """Allocate an index without programs.
 
@@ -73,7 +67,6 @@ class ProgramIndex:
             num_rows: number of rows of configurations.
             num_tokens: of the largest step.
             device: of the residual stream.
-            num_recorded: tokens of the largest step that is recorded as a graph.
 
         """
         self._columns = {tap: column for column, tap in enumerate(taps)}
@@ -82,27 +75,15 @@ class ProgramIndex:
         self._index = torch.zeros(len(taps), length, dtype=torch.int64, device=device)
         self.gates = torch.zeros(num_tokens, GATE_COLUMNS, device=device)
         self._programs: dict[int, Programs] = {}
-        self._records: torch.Tensor | None = None
-        """`[taps, num_recorded, RECORD_WORDS]`; None where no graphs are recorded."""
-        if num_recorded:
-            size = len(taps), num_recorded, RECORD_WORDS
-            self._records = torch.zeros(size, dtype=torch.int32, device=device)
-        self._num_written = 0
-        """Number of tokens whose records may name a program."""
 
     def at(self, tap: Tap) -> torch.Tensor:
         """The index `[rows]` of one hook point."""
         return self._index[self._columns[tap]]
 
-    def records(self, tap: Tap) -> torch.Tensor | None:
-        """The records `[num_recorded, RECORD_WORDS]` of one hook point, if any."""
-        return None if self._records is None else self._records[self._columns[tap]]
-
     @property
     def num_bytes(self) -> int:
-        """Device memory of the index, the gates and the records."""
-        records = 0 if self._records is None else self._records.nbytes
-        return self._index.nbytes + self.gates.nbytes + records
+        """Device memory of the index and the gates."""
+        return self._index.nbytes + self.gates.nbytes
 
     def of_row(self, row: int) -> Programs:
         """The programs of a row."""
@@ -120,24 +101,6 @@ class ProgramIndex:
         for number, one in enumerate(programs):
             self._programs[self.first_special + number] = one
         self._write(self.first_special, programs)
-
-    def write_records(self, rows: torch.Tensor, num_tokens: int) -> None:
-        """Write the records of a step's tokens, after their rows or the index changed.
-
-        Args:
-            rows: `[>= num_tokens]` int32, the row of the index for each token, 0 for
-                tokens past the step.
-            num_tokens: of the step. Larger steps than any graph read no records.
-
-        """
-        records = self._records
-        if records is None or num_tokens > records.shape[1]:
-            return
-        # Tokens that have left the batch must lose the programs they had.
-        changed = max(num_tokens, self._num_written)
-        self._num_written = num_tokens
-        if changed:
-            write_records(records, self._index, rows, changed)
 
     def _write(self, row: int, programs: Sequence[Programs]) -> None:
         if not programs:

@@ -59,15 +59,10 @@ class TokenRows:
         self._rows = rows
         self._unchanged = rows is None and not self._written
 
-    def write(self) -> int | None:
-        """Write the plan, unless the memory holds it already.
-
-        Returns:
-            The number of tokens whose rows were written; None if nothing changed.
-
-        """
+    def write(self) -> None:
+        """Write the plan, unless the memory holds it already."""
         if self._unchanged:
-            return None
+            return
         num_tokens = 0 if self._rows is None else len(self._rows)
         before, self._written = self._written, max(self._written, num_tokens)
         if before > num_tokens:
@@ -76,7 +71,6 @@ class TokenRows:
             async_tensor_h2d(self._rows, out=self.index[:num_tokens])
         self._written = num_tokens
         self._unchanged = True
-        return num_tokens
 
 
 def token_rows(
@@ -141,7 +135,6 @@ class SteeringTables:
         num_tokens: int,
         bank_bytes: int = 0,
         saes: SAEs | None = None,
-        num_recorded: int = 0,
         shapes: Shapes = NO_SHAPES,
     ) -> None:
         self._taps = frozenset(taps)
@@ -160,7 +153,7 @@ class SteeringTables:
         """The configuration of each loaded slot."""
         self.tiers = NO_STEERING
         """The global vectors in force."""
-        self.programs = ProgramIndex(taps, num_rows, num_tokens, device, num_recorded)
+        self.programs = ProgramIndex(taps, num_rows, num_tokens, device)
         """The programs of operations, with the same row numbers."""
         self._width = width
         self.bank = Bank(partial(width_at, shapes, width), device, bank_bytes, saes)

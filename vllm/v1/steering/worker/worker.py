@@ -95,9 +95,8 @@ class WorkerSteering:
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         size = max(budget, graphs) + PADDING
         bank = vllm_config.steering_config.bank_bytes
-        recorded = graphs if device.type == "cuda" else 0
         self.tables = SteeringTables(
-            taps, rows, width, dtype, device, size, bank, saes, recorded, shapes
+            taps, rows, width, dtype, device, size, bank, saes, shapes
         )
         self._vectors_of = TokenRows(size, device)
         self._programs_of = TokenRows(size, device)
@@ -157,7 +156,7 @@ class WorkerSteering:
         """The tensors that a tap reads.
 
         Returns:
-            Table, rows, program index, its rows, gates, and the tokens' records.
+            Table, rows, program index, its rows, and gates.
 
         """
         programs, table = self.tables.programs, self.tables.at(tap)
@@ -167,7 +166,6 @@ class WorkerSteering:
             programs.at(tap),
             self.program_rows,
             programs.gates,
-            programs.records(tap),
         )
 
     def summary(self) -> str:
@@ -399,9 +397,7 @@ class WorkerSteering:
     def begin_step(self) -> None:
         """Write what the pass reads: the rows of tokens, and zero rows for padding."""
         self._vectors_of.write()
-        written = self._programs_of.write()
-        if written is not None:
-            self.tables.programs.write_records(self.program_rows, written)
+        self._programs_of.write()
         self._held.load(self.tables.programs.gates)
         self._stages.load(self.tables.programs.gates)
         self.doses.begin()

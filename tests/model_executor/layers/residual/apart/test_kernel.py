@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels for programs, compared with float64: on a GPU, or interpreted."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,13 +24,8 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.model_executor.layers.residual.program_host import execute_programs
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
-from vllm.model_executor.layers.residual.program_records import (
-    RECORD_WORDS,
-    write_records,
-)
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.residual.native import library
-from vllm.v1.steering.worker.programs import ProgramIndex
 
 pytestmark = [
     pytest.mark.usefixtures("no_engine"),
@@ -50,18 +44,6 @@ native = pytest.param(
     marks=pytest.mark.skipif(NO_NATIVE, reason="a GPU, or no native library"),
     id="native",
 )
-
-
-def launch_with_records(  # type: ignore[no-untyped-def]
-    source, hidden, residual, index, rows, gates, *, first=0, **options
-) -> None:
-    """As in a recorded step, before which records of its tokens were written."""
-    of_step = torch.cat([rows.new_zeros(first), rows[: len(hidden)]])
-    size = 1, len(of_step), RECORD_WORDS
-    records = torch.full(size, -1, dtype=torch.int32, device=DEVICE)
-    write_records(records, index[None], of_step, len(of_step))
-    args = source, hidden, residual, index, rows, gates, records[0, first:]
-    launch_programs(*args, first=first, **options)
 
 
 LAUNCHES = [
@@ -273,34 +255,6 @@ def index_of(program: Program) -> tuple[torch.Tensor, Any]:
     """An index whose row 1 is the program, and the tensors that must stay alive."""
     words = torch.from_numpy(words_of(program)).to(DEVICE)
     return torch.tensor([0, words.data_ptr(), 0, 0], device=DEVICE), (words, program)
-
-
-def test_records_follow_the_rows_of_a_batch_that_changes() -> None:
-    """Also where requests have ended since records were last written."""
-    taps = [(0, "post_block"), (1, "post_block")]
-    index = ProgramIndex(taps, 4, 16, torch.device(DEVICE), num_recorded=8)
-    keep = []
-    for tap in taps:
-        for row in (1, 3):
-            made = index_of((Instruction(Kind.LINEAR, unit(16), c0=float(row)),))
-            keep.append(made)
-            index.at(tap)[row] = made[0][1]
-    draw, written = random.Random(0), 0
-    rows = torch.zeros(16, dtype=torch.int32, device=DEVICE)
-    for _ in range(40):
-        count = draw.choice([0, 1, 3, 8, 12])
-        rows.zero_()
-        rows[:count] = torch.tensor([draw.choice([0, 1, 3]) for _ in range(count)])
-        index.write_records(rows, count)
-        if count > 8:
-            continue  # No graph is that large, so records may be of earlier steps.
-        written = max(written, count)
-        for tap in taps:
-            records = index.records(tap)
-            assert records is not None
-            addresses = records.view(torch.int64)[:, 0]
-            assert torch.equal(addresses, index.at(tap)[rows[:8].long()])
-    assert written == 8
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from vllm.model_executor.layers.residual import split_ops
+from vllm.model_executor.layers.residual import spread
 
 ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -27,22 +26,8 @@ def test_hook_points_over_shares_do_what_one_over_all_tokens_does(
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-def test_the_ops_have_fakes_for_compilation() -> None:
-    slots = torch.full((4,), -1, dtype=torch.int32)
-    share, staging = torch.ones(2, 6), torch.zeros(3, 6)
-    base = torch.zeros(1, dtype=torch.int32)
-    rows = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
-    for op, arguments in (
-        (torch.ops.vllm.capture_split_rows, (share, share, slots, base, staging)),
-        (torch.ops.vllm.steer_split_rows, (share, torch.ones(3, 6), rows, share)),
-    ):
-        torch.library.opcheck(
-            op.default, arguments, test_utils=("test_schema", "test_faketensor")
-        )
-
-
 def test_a_rank_has_the_tokens_behind_those_of_the_ranks_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(split_ops, "get_tensor_model_parallel_rank", lambda: 2)
-    assert list(range(20))[split_ops.share(3)] == [6, 7, 8]
+    monkeypatch.setattr(spread, "get_tensor_model_parallel_rank", lambda: 2)
+    assert list(range(20))[spread.share(3)] == [6, 7, 8]
