@@ -84,25 +84,6 @@ def test_nothing_added_changes_no_bit(steered: Any, entry: Any) -> None:
     assert torch.equal(logprobs(plain), logprobs(same))
 
 
-def test_unsteered_requests_of_a_mixed_batch_are_untouched(steered: Any) -> None:
-    llm, _ = steered
-    prompts = [[(7 * i + j) % _models.VOCAB for j in range(9 + i)] for i in range(8)]
-    plain = generate(llm, prompts, [params(8)] * 8)
-    sampling = [
-        params(8, steering_vectors={"post_attn": {1: vector(i)}})
-        if i % 2
-        else params(8)
-        for i in range(8)
-    ]
-    mixed = generate(llm, prompts, sampling)
-    for i in range(8):
-        if i % 2:
-            assert not torch.equal(logprobs(plain[i]), logprobs(mixed[i]))
-        else:
-            assert tokens(plain[i]) == tokens(mixed[i])
-            assert torch.equal(logprobs(plain[i]), logprobs(mixed[i]))
-
-
 def test_more_configurations_than_slots_wait_and_come_out_right(steered: Any) -> None:
     llm, reference = steered
     vectors = [vector(seed) for seed in range(13)]

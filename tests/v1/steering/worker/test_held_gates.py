@@ -22,6 +22,7 @@ from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Deciding, Gate
 from vllm.v1.steering.worker.held_gates import FIRST_ROOM, HeldGates
+from vllm.v1.steering.worker.requests import tokens_of
 
 PROMPT, REST, MEAN, SPREADS = 3, 9, 10, 11
 """Columns of a condition of the engine and of three of a request."""
@@ -77,7 +78,7 @@ def carried_out(
     lengths = [length for length, _ in requests.values()]
     # The content that an earlier step has left.
     gates = torch.rand(int(counts.sum()) + 2, GATE_COLUMNS)
-    held.plan(view, [(1, 2)] * len(names), lengths, PHASES)
+    held.plan(tokens_of(view, [(1, 2)] * len(names), lengths), PHASES)
     held.load(gates)
     places = [(name, position) for name in names for position in requests[name][1]]
     within = spread([float(fires(*place)) for place in places], gates)
@@ -175,7 +176,7 @@ def test_the_mean_over_a_prompt_decides_however_it_is_chunked() -> None:
     def step(name: str, start: int, values: list[float], length: int) -> float:
         gates = torch.rand(8, GATE_COLUMNS)
         view = StepView([name], np.array([start]), np.array([len(values)]), 8)
-        held.plan(view, [(1, 2)], [length], phases)
+        held.plan(tokens_of(view, [(1, 2)], [length]), phases)
         held.load(gates)
         if start < length:
             gates[: len(values), MEAN] = torch.tensor(values)

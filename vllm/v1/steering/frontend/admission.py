@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 def by_tier(
     parsed: Mapping[str, Parsed], fields: Mapping[str, str]
-) -> dict[str, Sequence[Operation]]:
+) -> dict[str, list[Operation]]:
     """The operations by tier; those for generated tokens only move to `decode`.
 
     Args:
@@ -60,59 +60,41 @@ def by_tier(
             its condition is undecided.
 
     """
-    found = {tier: list(one.operations) for tier, one in parsed.items()}
-    for tier in ("base", "prefill"):
-        for one in found.get(tier, []):
-            scope = "token" if one.details.when is None else one.details.when.scope
-            if scope == "prompt" and tier == "prefill":
-                parameter = _parameter(one, fields[tier])
-                raise fail(
-                    f'{parameter}: an entry with the scope "prompt" acts on generated '
-                    f"tokens; move it to {fields['decode']}",
-                    parameter,
-                    scope,
-                )
-        if tier in found:
-            found[tier] = [
-                _latched_in_prompt(o, fields[tier], fields["decode"])
-                for o in found[tier]
-            ]
-    later = [one for one in found.get("base", []) if _is_decided_by_prompt(one)]
-    if later:
-        found["base"] = [o for o in found["base"] if not _is_decided_by_prompt(o)]
-        found["decode"] = [*later, *found.get("decode", [])]
-    return {
-        tier: found[tier] for tier in ("base", "prefill", "decode") if tier in found
-    }
+    found: dict[str, list[Operation]] = {"base": [], "prefill": [], "decode": []}
+    for tier in found:
+        for one in parsed[tier].operations if tier in parsed else ():
+            to, placed = _placed(one, tier, fields)
+            found[to].append(placed)
+    return {tier: some for tier, some in found.items() if some or tier in parsed}
 
 
-def _parameter(one: Operation, field: str) -> str:
-    return f"{field}.{one.hook}.{one.layer}.when.scope"
-
-
-def _latched_in_prompt(one: Operation, field: str, decode: str) -> Operation:
-    """The operation, decided at prompt tokens too if its scope is `rest`.
-
-    `field` is the name of its field, and `decode` the one of generated tokens.
-    """
+def _placed(
+    one: Operation, tier: str, fields: Mapping[str, str]
+) -> tuple[str, Operation]:
+    """The tier of an operation, which is decided at prompt tokens if it acts there."""
     when = one.details.when
-    if when is None or when.scope != "rest":
-        return one
+    if when is None or when.scope == "token" or tier == "decode":
+        return tier, one
+    parameter = f"{fields[tier]}.{one.hook}.{one.layer}.when.scope"
+    if when.scope == "prompt":
+        if tier == "base":
+            return "decode", one
+        raise fail(
+            f'{parameter}: an entry with the scope "prompt" acts on generated tokens; '
+            f"move it to {fields['decode']}",
+            parameter,
+            when.scope,
+        )
     if when.tap == one.tap:
-        parameter = _parameter(one, field)
         raise fail(
             f"{parameter}: the tokens of a prompt are computed together, so whether an "
             "earlier one has fired is not known yet at the hook point at which the "
             "probe reads; read at an earlier hook point, or let the entry act on "
-            f"generated tokens only, in {decode}",
+            f"generated tokens only, in {fields['decode']}",
             parameter,
-            "rest",
+            when.scope,
         )
-    return on_prompt(one)
-
-
-def _is_decided_by_prompt(one: Operation) -> bool:
-    return one.details.when is not None and one.details.when.scope == "prompt"
+    return tier, on_prompt(one)
 
 
 REQUEST_FIELDS = {

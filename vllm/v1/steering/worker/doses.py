@@ -8,7 +8,7 @@ stages the rows travel with the hidden states, and each stage fills in its colum
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -18,8 +18,8 @@ import torch
 
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.receipts import ReceiptPart, StepReceipt
-from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.worker.phase import Phase
+from vllm.v1.steering.worker.requests import RequestTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,40 +77,26 @@ class StepDoses:
         self._planned = []
 
     def plan(
-        self,
-        view: StepView,
-        pairs: Sequence[tuple[int, int]],
-        lengths: Sequence[int],
-        phases: Mapping[int, Phase],
+        self, requests: Iterable[RequestTokens], phases: Mapping[int, Phase]
     ) -> None:
         """Find the tokens whose doses the next pass measures.
 
         Args:
-            view: the step's requests and tokens.
-            pairs: prefill and decode row of each request.
-            lengths: prompt length of each request, in tokens.
+            requests: of the step.
             phases: phases by table row, for rows with operations.
 
         """
         self._planned = []
         if not any(phase.effects for phase in phases.values()):
             return
-        first_row = view.first_row
-        for number, (of_prompt, of_decode) in enumerate(pairs):
-            start = int(view.num_computed[number])
-            stop = start + int(view.num_scheduled[number])
-            middle = min(max(lengths[number], start), stop)
-            offset, req_id = int(first_row[number]) - start, view.req_ids[number]
-            for row, first, last in (
-                (of_prompt, start, middle),
-                (of_decode, middle, stop),
-            ):
+        for one in requests:
+            for row, first, stop in one.parts:
                 phase = phases.get(row)
-                if phase is None or not phase.effects or first == last:
+                if phase is None or not phase.effects:
                     continue
-                one = Measured(req_id, first, offset + first, last - first, phase)
-                self._planned.append(one)
-                self._starts[req_id] = start
+                place = first, one.offset + first, stop - first
+                self._planned.append(Measured(one.req_id, *place, phase))
+                self._starts[one.req_id] = one.start
 
     def begin(self) -> None:
         """Mark all tokens as without doses, before the pass."""

@@ -27,12 +27,12 @@ from vllm.model_executor.layers.residual.program import (
     SEGMENT,
 )
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.receipts import FIRES_ABOVE
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Deciding, decided
 from vllm.v1.steering.worker.phase import Phase
+from vllm.v1.steering.worker.requests import RequestTokens
 
 
 class Segment(NamedTuple):
@@ -213,88 +213,76 @@ class HeldGates:
         self._latches.clear()
 
     def plan(
-        self,
-        view: StepView,
-        pairs: Sequence[tuple[int, int]],
-        lengths: Sequence[int],
-        phases: Mapping[int, Phase],
+        self, requests: Iterable[RequestTokens], phases: Mapping[int, Phase]
     ) -> None:
         """Plan which gates the next pass reads and decides.
 
         Args:
-            view: the step's requests and tokens.
-            pairs: prefill and decode row of each request.
-            lengths: prompt length of each request, in tokens.
+            requests: of the step.
             phases: phases by table row, for rows with operations.
 
         """
         self.plan_nothing()
         if not any(one.deciding or one.held for one in phases.values()):
             return
-        first_row = view.first_row
-        for number, rows in enumerate(pairs):
-            prompt, decode = (phases.get(row) for row in rows)
+        for one in requests:
+            prompt, decode = map(phases.get, one.rows)
             deciding = () if prompt is None else prompt.deciding
             held = () if decode is None else decode.held
             if not deciding and not held and (prompt is None or not prompt.spreading):
                 continue
-            start = int(view.num_computed[number])
-            stop, length = start + int(view.num_scheduled[number]), lengths[number]
-            req_id, offset = view.req_ids[number], int(first_row[number]) - start
-            place = self._place(req_id)
-            undecided = start < length and req_id not in self._decided
-            ends = undecided and length <= stop
+            place, offset = self._place(one.req_id), one.offset
+            undecided = one.start < one.length and one.req_id not in self._decided
+            ends = undecided and one.length <= one.stop
             if ends:
-                self._decided.add(req_id)
-                row = offset + length - 1
+                self._decided.add(one.req_id)
+                row = offset + one.length - 1
                 self._decides += [
-                    (row, place, one.gate.column, length, one.count)
-                    for one in deciding
-                    if not one.gate.condition.mean
+                    (row, place, each.gate.column, one.length, each.count)
+                    for each in deciding
+                    if not each.gate.condition.mean
                 ]
             if undecided:
-                rows_of = slice(offset + start, offset + min(stop, length))
+                rows_of = slice(offset + one.start, offset + one.middle)
+                length = one.length if ends else 0
                 self._means += [
-                    Mean(one, rows_of, place, start == 0, length if ends else 0)
-                    for one in deciding
-                    if one.gate.condition.mean
+                    Mean(each, rows_of, place, one.start == 0, length)
+                    for each in deciding
+                    if each.gate.condition.mean
                 ]
-            middle = min(max(length, start), stop)
-            parts = (prompt, start, middle), (decode, middle, stop)
-            self._plan_latches(parts, place, offset)
-            if stop <= length or decode is None or not held:
+            self._plan_latches(one, phases, place)
+            if one.middle == one.stop or decode is None or not held:
                 continue
-            self._reads.append((offset + middle, place, middle, stop - middle))
-            last = stop - 1
+            count = one.stop - one.middle
+            self._reads.append((offset + one.middle, place, one.middle, count))
+            last = one.stop - 1
             self._fires += [
                 (offset + last, place, column, last) for column in decode.latched
             ]
 
     def _plan_latches(
-        self, parts: Sequence[tuple[Phase | None, int, int]], place: int, offset: int
+        self, one: RequestTokens, phases: Mapping[int, Phase], place: int
     ) -> None:
         """Plan the gates that any of a request's tokens may open.
 
         Args:
-            parts: phase, first position and the position after the last one, of its
-                prompt tokens and of its generated tokens in the step.
-            place: the row of the request.
-            offset: from a position to the row of its token.
+            one: the request.
+            phases: phases by table row.
+            place: the row of the request here.
 
         """
         decided = [
-            (one, range(offset + first, offset + stop))
-            for phase, first, stop in parts
-            if phase is not None and first < stop
-            for one in phase.spreading
+            (each, range(one.offset + first, one.offset + stop))
+            for row, first, stop in one.parts
+            if row in phases
+            for each in phases[row].spreading
         ]
         if not decided:
             return
-        (_, start, middle), (_, _, stop) = parts
-        token = offset + start
-        self._latches.add(Segment(place, token, start, stop - start, decided))
-        if start < middle:
-            self._reads.append((token, place, start, middle - start))
+        token, start = one.offset + one.start, one.start
+        self._latches.add(Segment(place, token, start, one.stop - start, decided))
+        if start < one.middle:
+            self._reads.append((token, place, start, one.middle - start))
 
     def _place(self, req_id: str) -> int:
         place = self._places.get(req_id)

@@ -39,6 +39,7 @@ from vllm.v1.steering.worker.matrix_programs import (
 )
 from vllm.v1.steering.worker.phase import special_rows
 from vllm.v1.steering.worker.programs import Programs
+from vllm.v1.steering.worker.requests import RequestTokens, tokens_of
 from vllm.v1.steering.worker.stages import StageGates
 from vllm.v1.steering.worker.tables import (
     NOWHERE,
@@ -257,13 +258,14 @@ class WorkerSteering:
             self._programs_of.plan(None)
         else:
             self._plan_programs(view, pairs, lengths, rows)
-        self._held.plan(view, pairs, lengths, {} if plain else self.tables.phases)
-        self.doses.plan(view, pairs, lengths, {} if plain else self.tables.phases)
+        requests = [] if plain else tokens_of(view, pairs, lengths)
+        self._held.plan(requests, {} if plain else self.tables.phases)
+        self.doses.plan(requests, {} if plain else self.tables.phases)
         self._plan_stages(rows, used)
         own = () if plain else filter(None, map(self.tables.phases.get, used))
         self._decides = any(phase.decides for phase in own)
         again = view.only_decodes and not self._held.is_used and not self.doses.is_used
-        if again and not self._acts_later(view, pairs, lengths):
+        if again and not any(map(self._acts_later, requests)):
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             self._decoding = None if of_prompts else Decoding(view)
         return self._launches
@@ -311,7 +313,8 @@ class WorkerSteering:
         special: list[Programs] = []
         if any(one.positioned for one in self.tables.phases.values()):
             rows = rows.copy()
-            special = self._at_positions(view.settled(), pairs, lengths, rows)
+            settled = tokens_of(view.settled(), pairs, lengths)
+            special = self._at_positions(settled, rows)
             index.write_special(special)
         self._programs_of.plan(rows)
         used = np.unique(rows).tolist()
@@ -321,9 +324,7 @@ class WorkerSteering:
 
     def _at_positions(
         self,
-        view: StepView,
-        pairs: Sequence[tuple[int, int]],
-        lengths: Sequence[int],
+        requests: Iterable[RequestTokens],
         rows: npt.NDArray[np.int32],  # [num_tokens], changed in place
     ) -> list[Programs]:
         """Assign separate rows to tokens on which operations with positions act."""
@@ -332,16 +333,12 @@ class WorkerSteering:
         stretches: list[Stretch] = []
         """Tokens with one matrix row each; their programs come after the others."""
         of_stretch: list[tuple[npt.NDArray[np.intp], int]] = []
-        first_row, first_special = view.first_row, self.tables.programs.first_special
-        for number, (of_prompt, of_decode) in enumerate(pairs):
-            start, length = int(view.num_computed[number]), lengths[number]
-            stop = start + int(view.num_scheduled[number])
-            middle = min(max(length, start), stop)
-            offset = int(first_row[number]) - start
-            phases = ((of_prompt, start, middle), (of_decode, middle, stop))
-            for row, first, last in phases:
+        first_special = self.tables.programs.first_special
+        for request in requests:
+            length, offset = request.length, request.offset
+            for row, first, last in request.parts:
                 phase = self.tables.phases.get(row)
-                if phase is None or not phase.positioned or first == last:
+                if phase is None or not phase.positioned:
                     continue
                 sets, which = special_rows(phase, length, first, last)
                 for index, active in enumerate(sets):
@@ -361,21 +358,12 @@ class WorkerSteering:
             rows[tokens] = first_special + len(special) + index
         return special + place_stretches(stretches, self.row_index.device)
 
-    def _acts_later(
-        self,
-        view: StepView,
-        pairs: Sequence[tuple[int, int]],
-        lengths: Sequence[int],
-    ) -> bool:
+    def _acts_later(self, one: RequestTokens) -> bool:
         """Whether an operation has a position in this step or in a later one."""
-        phases = self.tables.phases
-        for number, (_, row) in enumerate(pairs):
-            phase = phases.get(row)
-            if phase is None or not phase.positioned:
-                continue
-            if phase.last_position(lengths[number]) >= int(view.num_computed[number]):
-                return True
-        return False
+        phase = self.tables.phases.get(one.rows[1])
+        if phase is None or not phase.positioned:
+            return False
+        return phase.last_position(one.length) >= one.start
 
     def _rows_of_requests(self, req_ids: Sequence[str]) -> list[tuple[int, int]]:
         """Prefill and decode row of each request."""
