@@ -18,10 +18,3 @@ def test_drafts_that_are_known_on_the_device_only() -> None:
 def test_the_v2_runners_cache_and_ends() -> None:
     files = [f"{HERE}/test_{name}.py" for name in ("prefix_cache", "ends")]
     run_tests("-p", "tests.support.interpreted", "-k", "async", *files)
-
-
-def test_engine_cores_in_other_processes() -> None:
-    files = [
-        f"{HERE}/apart/test_{name}.py" for name in ("other_process", "async_outputs")
-    ]
-    run_tests(*files, VLLM_ENABLE_V1_MULTIPROCESSING="1")

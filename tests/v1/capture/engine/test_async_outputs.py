@@ -22,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.e2e
 
-EXAMPLES = Path(__file__).parents[5] / "examples" / "capture"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "capture"
 SMALL = {"max_request_bytes": 20_000, "max_inflight_bytes": 39_000}
 ROW_BYTES = 64 * 4
 

@@ -11,7 +11,7 @@ from tests.support import asynchronous
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import relative_error
 from tests.support.models import llama
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = pytest.mark.e2e
@@ -26,7 +26,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def remote(
     root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CapturedEngine]:
-    with asynchronous.allowed():
+    with asynchronous.allowed(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        envs.disable_envs_cache()
         engine = CapturedEngine(
             llama(tmp_path_factory.mktemp("llama")),
             capture_consumers=[f"filesystem:root={root}"],
