@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of the consumer `filesystem`."""
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS, Layout
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
 from vllm.v1.capture.consumers.storage.options import Options
-from vllm.v1.capture.consumers.storage.params import StorageParams, check_shared
+from vllm.v1.capture.consumers.storage.params import StorageParams
 
 logger = init_logger(__name__)
 
 Collision = Literal["overwrite", "error"]
 COLLISIONS: tuple[Collision, ...] = ("overwrite", "error")
 
-WHERE = "capture_consumers.filesystem"
+_WITHOUT_EFFECT = {
+    "atomic_publish": "files always get their name when they are complete",
+    "fd_cache_size": "no file stays open between writes",
+}
 
 MIB = 1 << 20
 
@@ -23,6 +26,8 @@ MIB = 1 << 20
 @dataclass(frozen=True, kw_only=True)
 class FilesystemParams(StorageParams):
     """The parameters in `--capture-consumers filesystem:...`."""
+
+    kind: ClassVar[str] = "filesystem"
 
     default_layout: Layout = "per_file"
     """The layout of requests that do not choose one."""
@@ -43,15 +48,7 @@ class FilesystemParams(StorageParams):
     """Accepted for compatibility; no file is kept open between writes."""
 
     @classmethod
-    def parse(cls, raw: dict[str, Any]) -> "FilesystemParams":
-        """Parse the configured parameters.
-
-        Raises:
-            CaptureValidationError: names the parameter, the value and the remedy.
-
-        """
-        options = Options(WHERE, raw, [field.name for field in fields(cls)])
-        check_shared(options, WHERE, "filesystem")
+    def _check(cls, options: Options) -> None:
         options.choice("default_layout", LAYOUTS)
         options.choice("on_collision", COLLISIONS)
         options.boolean("atomic_publish")
@@ -62,14 +59,7 @@ class FilesystemParams(StorageParams):
         options.whole("num_shards", most=1000)
         values = options.values
         if "codec" in values:
-            parse_codec(values["codec"], f"{WHERE}.codec")
-        for name in ("atomic_publish", "fd_cache_size"):
-            if name in raw:
-                logger.info_once(
-                    "filesystem: %s has no effect: %s",
-                    name,
-                    "files always get their name when they are complete"
-                    if name == "atomic_publish"
-                    else "no file stays open between writes",
-                )
-        return cls(**values)
+            parse_codec(values["codec"], "capture_consumers.filesystem.codec")
+        for name, why in _WITHOUT_EFFECT.items():
+            if name in values:
+                logger.info_once("filesystem: %s has no effect: %s", name, why)

@@ -90,23 +90,14 @@ def read(
 ) -> dict[str, Any] | list[KeptRequest]:
     """The rows of a name, or an overview without one."""
     store = store_of(capture, instance)
-    if name is None:
-        return store.describe()
-    try:
-        return store.get(name)
-    except KeyError:
-        raise _unknown(store, name) from None
+    return store.describe() if name is None else store.get(name)
 
 
 def drop(
     capture: "NoCapture", name: str, instance: str | None = None
 ) -> dict[str, Any]:
     """Drop the rows of a name."""
-    store = store_of(capture, instance)
-    try:
-        return store.drop(name)
-    except KeyError:
-        raise _unknown(store, name) from None
+    return store_of(capture, instance).drop(name)
 
 
 def store_of(capture: "NoCapture", instance: str | None = None) -> RowStore:
@@ -183,14 +174,3 @@ def keepers(capture: "NoCapture") -> dict[str, MemoryConsumer]:
         for name, consumer in capture.consumers().items()
         if isinstance(consumer, MemoryConsumer)
     }
-
-
-def _unknown(store: RowStore, name: str) -> Exception:
-    names = sorted(store.describe()["names"])
-    shown = ", ".join(names[:8]) or "none"
-    return fail(
-        f"no rows are kept under this name{store.why_unknown(name)}; the names are: "
-        f"{shown}",
-        "name",
-        name,
-    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vllm.v1.capture.errors import fail
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.residual.tap import Tap
@@ -148,10 +149,11 @@ class RowStore:
         """The requests of a name, in the order in which they were captured.
 
         Raises:
-            KeyError: the name is unknown.
+            CaptureValidationError: the name is unknown.
 
         """
         with self._lock:
+            self._check(name)
             kept = self._names[name] = self._names.pop(name)  # Used last.
             return list(kept.requests.values())
 
@@ -177,11 +179,22 @@ class RowStore:
             Counts and sizes of what was dropped.
 
         Raises:
-            KeyError: the name is unknown.
+            CaptureValidationError: the name is unknown.
 
         """
         with self._lock:
+            self._check(name)
             return self._forget(name).describe()
+
+    def _check(self, name: str) -> None:
+        if name not in self._names:
+            known = ", ".join(sorted(self._names)[:8]) or "none"
+            raise fail(
+                f"no rows are kept under this name{self.why_unknown(name)}; the names "
+                f"are: {known}",
+                "name",
+                name,
+            )
 
     def _forget(self, name: str) -> KeptName:
         kept = self._names.pop(name)

@@ -238,30 +238,22 @@ def path_part(name: Any, where: str) -> str:
             or refers to a parent directory.
 
     """
+    why = ""
     if not isinstance(name, str) or not name.strip():
-        raise CaptureValidationError(
-            f"{where} must be a name that is not empty",
-            parameter=where,
-            value=repr(name),
+        why = "must be a name that is not empty"
+    elif name.startswith("/") or name in (".", "..") or ".." in name.split("/"):
+        why = (
+            "must be a plain name: neither an absolute path nor a path to a parent "
+            "folder"
         )
-    if name.startswith("/") or name in (".", "..") or ".." in name.split("/"):
+    elif name == ASIDE:
+        why = f"must not be {ASIDE!r}, the folder of unfinished files"
+    elif len(name) > MAX_NAME:
+        why = f"has {len(name)} characters; at most {MAX_NAME} are allowed"
+        name = name[:40] + "..."
+    if why:
         raise CaptureValidationError(
-            f"{where} must be a plain name: neither an absolute path nor a path to a "
-            "parent folder",
-            parameter=where,
-            value=repr(name),
-        )
-    if name == ASIDE:
-        raise CaptureValidationError(
-            f"{where} must not be {ASIDE!r}, the folder of unfinished files",
-            parameter=where,
-            value=repr(name),
-        )
-    if len(name) > MAX_NAME:
-        raise CaptureValidationError(
-            f"{where} has {len(name)} characters; at most {MAX_NAME} are allowed",
-            parameter=where,
-            value=repr(name[:40] + "..."),
+            f"{where} {why}", parameter=where, value=repr(name)
         )
     return _plain(name)
 

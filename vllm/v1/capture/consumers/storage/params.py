@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters that all storage consumers have."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vllm.v1.capture.consumers.storage.files import path_part
 from vllm.v1.capture.consumers.storage.options import Options
@@ -24,6 +24,9 @@ REQUESTS_HELD = 4
 @dataclass(frozen=True, kw_only=True)
 class StorageParams:
     """The parameters in `--capture-consumers NAME:...`."""
+
+    kind: ClassVar[str]
+    """The consumer's name."""
 
     root: Path
     """The directory for all files."""
@@ -46,6 +49,33 @@ class StorageParams:
     default_tag: str = "default"
     """The tag of requests that do not choose one."""
 
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Self:
+        """Parse the configured parameters, and create the root.
+
+        Raises:
+            CaptureValidationError: names the parameter, the value and the remedy.
+
+        """
+        where = f"capture_consumers.{cls.kind}"
+        options = Options(where, raw, [field.name for field in fields(cls)])
+        options.root("root", f"{cls.kind}:root=/data")
+        options.boolean("fsync")
+        for name in ("queue_size", "shard_max_bytes"):
+            options.whole(name)
+        options.whole("writer_threads", most=64, optional=True)
+        options.whole("buffer_bytes", optional=True)
+        options.seconds("timeout_seconds")
+        if "default_tag" in raw:
+            tag = path_part(raw["default_tag"], f"{where}.default_tag")
+            options.values["default_tag"] = tag
+        cls._check(options)
+        return cls(**options.values)
+
+    @classmethod
+    def _check(cls, options: Options) -> None:
+        """Check the parameters of this consumer alone."""
+
     @property
     def num_threads(self) -> int:
         """`writer_threads`, or its default."""
@@ -62,22 +92,3 @@ class StorageParams:
         layers = num_layers(model)
         request = model.max_model_len * layers * row_bytes(model)
         return min(max(REQUESTS_HELD * writer_threads() * request, LEAST_BUFFER), most)
-
-
-def check_shared(options: Options, where: str, example: str) -> None:
-    """Check the parameters that are shared, and create the root.
-
-    Raises:
-        CaptureValidationError: names the parameter, the value and the remedy.
-
-    """
-    options.root("root", f"{example}:root=/data")
-    options.boolean("fsync")
-    for name in ("queue_size", "shard_max_bytes"):
-        options.whole(name)
-    options.whole("writer_threads", most=64, optional=True)
-    options.whole("buffer_bytes", optional=True)
-    options.seconds("timeout_seconds")
-    if "default_tag" in options.values:
-        tag = path_part(options.values["default_tag"], f"{where}.default_tag")
-        options.values["default_tag"] = tag
