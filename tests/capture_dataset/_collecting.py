@@ -14,6 +14,7 @@ from vllm.capture_dataset.manifest import NAME, Manifest
 from vllm.capture_dataset.plan import Plan
 from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.prompts import Prompt, Tokens
+from vllm.capture_dataset.runners import Runner
 from vllm.capture_dataset.spec import ModelFacts, OutputSpec, RowsSpec, SourceSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.capture_dataset.table import Captured
@@ -96,7 +97,7 @@ def write_source(folder: Path, count: int = 23) -> Path:
     return path
 
 
-def planned(source: Path, out: Path, runner: FakeRunner, **chosen: Any) -> Plan:
+def planned(source: Path, out: Path, runner: Runner, **chosen: Any) -> Plan:
     def of(kind: Any, **default: Any) -> Any:
         names = kind.__dataclass_fields__
         return kind(**default | {n: v for n, v in chosen.items() if n in names})
@@ -105,16 +106,16 @@ def planned(source: Path, out: Path, runner: FakeRunner, **chosen: Any) -> Plan:
         Survey.of(of(SourceSpec, path=source, id_column="name", carry=("label",))),
         of(RowsSpec, layers=LAYERS, positions="all", max_tokens=3),
         of(OutputSpec, folder=out, shard_bytes=1600),
-        runner,  # type: ignore[arg-type]
+        runner,
     )
 
 
 def collected(
-    source: Path, out: Path, runner: FakeRunner | None = None, **chosen: Any
+    source: Path, out: Path, runner: Runner | None = None, **chosen: Any
 ) -> Manifest:
     runner = runner or FakeRunner()
     plan = planned(source, out, runner, **chosen)
-    return collect(plan, runner, Progress(1, disable=True))  # type: ignore[arg-type]
+    return collect(plan, runner, Progress(1, disable=True))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.capture_dataset._collecting import ROOT
+from tests.capture_dataset._collecting import ROOT, collected
 from tests.support.hf_reference import Reference, relative_error
 from vllm.capture_dataset import load_dataset, runners
-from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import Manifest
-from vllm.capture_dataset.plan import Plan
-from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.runners import EngineRunner
-from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
-from vllm.capture_dataset.survey import Survey
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -33,14 +28,20 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def planned(runner: EngineRunner, source: Path, out: Path, **rows: Any) -> Plan:
-    chosen: dict[str, Any] = {"layers": (1, 4), "positions": "all", "max_tokens": 4}
-    return Plan.of(
-        Survey.of(SourceSpec(path=source)),
-        RowsSpec(**chosen | rows),
-        OutputSpec(folder=out, shard_bytes=200_000, resume=True),
-        runner,
-    )
+CHOSEN: dict[str, Any] = {
+    "id_column": None,
+    "carry": (),
+    "layers": (1, 4),
+    "max_tokens": 4,
+    "shard_bytes": 200_000,
+    "resume": True,
+}
+
+
+def run(runner: EngineRunner, source: Path, out: Path, **rows: Any) -> Any:
+    """The data set of all rows of two layers, or of what `rows` says."""
+    collected(source, out, runner, **CHOSEN | rows)
+    return load_dataset(out)
 
 
 def test_readouts_are_those_of_the_rows_beside_them(
@@ -52,9 +53,8 @@ def test_readouts_are_those_of_the_rows_beside_them(
         "first": {"kind": "probe", "layer": 1, "vectors": [[1.0] + 191 * [0.0]]},
         "mean": {"kind": "rows", "reduce": "mean"},
     }
-    plan = planned(runner, source, tmp_path / "out", readouts=specs)
-    collect(plan, runner, Progress(1, disable=True))
-    data, model = load_dataset(tmp_path / "out"), Reference(MODEL).model
+    data = run(runner, source, tmp_path / "out", readouts=specs)
+    model = Reference(MODEL).model
     for layer in (1, 4):
         view, rows = data.layer(layer), data.layer(layer).to_torch()
         sizes = torch.from_numpy(view.readout("size.norm"))
@@ -76,10 +76,7 @@ def test_rows_are_stored_where_a_readout_fires(
     runner: EngineRunner, source: Path, tmp_path: Path, window: dict[str, Any]
 ) -> None:
     # All prompts begin alike: read a number that is largest in some of them only.
-    collect(
-        planned(runner, source, tmp_path / "rows"), runner, Progress(1, disable=True)
-    )
-    rows = load_dataset(tmp_path / "rows")
+    rows = run(runner, source, tmp_path / "rows")
     numbers = rows.layer(1).to_torch()
     owners = torch.tensor(rows.columns.column("sample").to_pylist())
     tops = torch.stack([numbers[owners == n].amax(0) for n in range(60)])
@@ -93,9 +90,7 @@ def test_rows_are_stored_where_a_readout_fires(
     }
 
     def table(folder: Path, **rows: Any) -> dict[tuple[int, int], tuple[Any, ...]]:
-        plan = planned(runner, source, folder, readouts=specs, **rows)
-        collect(plan, runner, Progress(1, disable=True))
-        data = load_dataset(folder)
+        data = run(runner, source, folder, readouts=specs, **rows)
         data.verify()
         view = data.layer(4)
         columns = [data.columns.column(n).to_pylist() for n in ("sample", "position")]
@@ -131,10 +126,7 @@ def test_the_rows_are_the_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runners, "IN_FLIGHT", 7)  # Fewer than a shard has prompts.
-    collect(
-        planned(runner, source, tmp_path / "out"), runner, Progress(1, disable=True)
-    )
-    data = load_dataset(tmp_path / "out")
+    data = run(runner, source, tmp_path / "out")
     assert len(data) == 60 and len(data.shards) > 3
     reference, done = Reference(MODEL), 0
     ids = data.columns.column("token_id").to_pylist()
@@ -198,9 +190,8 @@ def test_help_lists_the_options(capsys: Any) -> None:
 def test_values_are_those_of_a_plain_torch_load(
     runner: EngineRunner, source: Path, tmp_path: Path
 ) -> None:
-    plan = planned(runner, source, tmp_path / "out", values_dtype="float16")
-    collect(plan, runner, Progress(1, disable=True))
-    view = load_dataset(tmp_path / "out").layer(4)
+    data = run(runner, source, tmp_path / "out", values_dtype="float16")
+    view = data.layer(4)
     assert view.to_torch().dtype == torch.float16
     loader: Any = torch.utils.data.DataLoader(
         view, batch_size=8, collate_fn=torch.cat, shuffle=False

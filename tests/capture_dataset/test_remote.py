@@ -13,17 +13,12 @@ import numpy as np
 import pytest
 from clearbox_client.connection import Connections
 
-from tests.capture_dataset._collecting import ROOT
+from tests.capture_dataset._collecting import ROOT, collected
 from vllm.capture_dataset import load_dataset
-from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import NAME, Manifest
-from vllm.capture_dataset.plan import Plan
-from vllm.capture_dataset.progress import Progress
 from vllm.capture_dataset.remote import Server, positions_of
 from vllm.capture_dataset.runners import CaptureRunError
 from vllm.capture_dataset.servers import ServersRunner
-from vllm.capture_dataset.spec import OutputSpec, RowsSpec, SourceSpec
-from vllm.capture_dataset.survey import Survey
 from vllm.v1.capture.errors import CaptureValidationError
 
 WIDTH = 4
@@ -85,13 +80,8 @@ def run(folder: Path, **rows: Any) -> Manifest:
     source = folder / "in.jsonl"
     source.write_text(json.dumps({"prompt": [5, 6, 7]}))
     runner = ServersRunner([Server("http://m", TOKENIZER, None, concurrency=1)])
-    plan = Plan.of(
-        Survey.of(SourceSpec(path=source)),
-        RowsSpec(**{"positions": "all", "max_tokens": 2} | rows),
-        OutputSpec(folder=folder / "out"),
-        runner,
-    )
-    return collect(plan, runner, Progress(1, disable=True))
+    chosen = {"id_column": None, "carry": (), "layers": (), "max_tokens": 2}
+    return collected(source, folder / "out", runner, **chosen | rows)
 
 
 def payload(told: dict[str, Any]) -> list[dict[str, Any]]:

@@ -23,6 +23,16 @@ from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
 EVERYWHERE = dict.fromkeys(HOOKS, "all")
+LOGITS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 64,
+    "enable_prefix_caching": False,
+    "enable_steering": True,
+    "max_logprobs": -1,
+    "logprobs_mode": "raw_logits",
+}
+"""Options of an engine of which a test compares all logits."""
 
 
 class Keeper(CaptureConsumer):
@@ -143,8 +153,30 @@ def asking(
 ) -> SamplingParams:
     """Greedy sampling that captures at every hook point, or at `hooks`."""
     spec = {"hooks": EVERYWHERE if hooks is None else hooks, "positions": positions}
-    chosen = {"temperature": 0.0, "ignore_eos": True} | options
-    return SamplingParams(max_tokens=max_tokens, capture={"keeper": spec}, **chosen)
+    chosen: dict[str, Any] = {
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "capture": {"keeper": spec},
+    }
+    return SamplingParams(max_tokens=max_tokens, **chosen | options)
+
+
+def asking_logits(max_tokens: int, **options: Any) -> SamplingParams:
+    """Like `asking`, with all logits of the generated tokens."""
+    return asking(max_tokens=max_tokens, detokenize=False, logprobs=-1, **options)
+
+
+def check_effect(
+    found: torch.Tensor,
+    plain: torch.Tensor,
+    expected: torch.Tensor,
+    least: float = 1e-3,
+    tolerance: float = 2e-3,
+) -> None:
+    """Check that logits deviate from those without a change as much as they should."""
+    effect = (expected - plain).norm()
+    assert effect > least * plain.norm()
+    assert (found - expected).norm() < tolerance * effect
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

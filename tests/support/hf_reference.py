@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The residual stream in the Transformers library."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,22 @@ class Places:
     """The module whose input is the stream after attention; None if attention and MLP
     run in parallel."""
     attention: str = "self_attn"
+
+
+@contextmanager
+def changing(
+    module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """A context in which the rows that enter a module are changed."""
+
+    def hook(module: Any, args: Any, kwargs: Any) -> Any:
+        return (change(args[0]), *args[1:]), kwargs
+
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def decoder(model: nn.Module) -> nn.ModuleList:

@@ -96,6 +96,8 @@ class InnerReference:
             self._entering(down, (index, "mlp_act"))
         if (gate := child(mlp, ("gate",))) is not None:
             gate.register_forward_hook(self._router(index))
+        if (experts := child(mlp, ("experts",))) is not None:
+            experts.register_forward_pre_hook(self._experts(index))
         if hasattr(attention, "_attn"):
             attention._attn = self._heads(index, attention._attn)  # GPT-J
         else:
@@ -127,11 +129,19 @@ class InnerReference:
     def _router(self, index: int) -> Callable[..., Any]:
         def hook(module: Any, args: Any, output: Any) -> Any:
             logits = self._pass((index, "router_logits"), output[0])
-            chances = logits.float().softmax(-1)
+            if logits is output[0]:
+                return output
+            chances = logits.float().softmax(-1)  # Those of Mixtral.
             weights, chosen = chances.topk(module.top_k, dim=-1)
+            return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+        return hook
+
+    def _experts(self, index: int) -> Callable[..., Any]:
+        def hook(module: Any, args: tuple[torch.Tensor, ...]) -> Any:
+            rows, chosen, weights = args
             self.rows[index, "expert_ids"] = chosen.float()
-            weights = weights / weights.sum(-1, keepdim=True)
-            return logits, self._pass((index, "expert_weights"), weights), chosen
+            return rows, chosen, self._pass((index, "expert_weights"), weights)
 
         return hook
 

@@ -2,10 +2,12 @@
 """Feeds a consumer like the framework does, without an engine."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.types import (
@@ -33,6 +35,10 @@ def context(**changes: Any) -> CaptureContext:
         "hook_points": {layer: points for layer in range(4)},
     }
     return CaptureContext(**values | changes)
+
+
+def consumer_at(root: Path, **params: Any) -> FilesystemConsumer:
+    return FilesystemConsumer(None, {"root": str(root), **params})
 
 
 def rows_of(num_rows: int, width: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -83,20 +89,32 @@ def chunks_of(
     ]
 
 
-def ending_of(
-    request_id: str,
-    rows: Mapping[Tap, torch.Tensor],
-    answers: dict[str, CaptureResult],
-    **changes: Any,
-) -> Ending:
-    own = VllmInternalRequestId(request_id)
-    ends = [
-        GroupEnd(own, (tap,), sidecar_of(request_id, tap, tensor, **changes))
-        for tap, tensor in rows.items()
-    ]
-    return Ending(
-        request_id, ends, lambda result: answers.__setitem__(request_id, result)
-    )
+class Fed:
+    """A consumer's lane, and the results of its requests."""
+
+    def __init__(self, consumer: Any) -> None:
+        self.lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
+        self.answers: dict[str, CaptureResult] = {}
+
+    def send(self, request_id: str, rows: Mapping[Tap, torch.Tensor]) -> None:
+        """Deliver a request in chunks of three rows, tap by tap, and end it."""
+        for tap, tensor in rows.items():
+            self.lane.submit(chunks_of(request_id, tap, tensor, 3))
+        self.end(request_id, rows)
+
+    def end(
+        self, request_id: str, rows: Mapping[Tap, torch.Tensor], **changes: Any
+    ) -> None:
+        own = VllmInternalRequestId(request_id)
+        ends = [
+            GroupEnd(own, (tap,), sidecar_of(request_id, tap, tensor, **changes))
+            for tap, tensor in rows.items()
+        ]
+
+        def answer(result: CaptureResult) -> None:
+            self.answers[request_id] = result
+
+        self.lane.finish(Ending(request_id, ends, answer))
 
 
 def deliver(
@@ -111,8 +129,7 @@ def deliver(
     After each key's rows, `surplus` invalid ones follow. The consumer is shut down at
     the end.
     """
-    answers: dict[str, CaptureResult] = {}
-    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
+    fed = Fed(consumer)
     for request_id, rows in requests.items():
         longer = {
             tap: torch.cat([tensor, tensor.new_zeros(surplus, tensor.shape[1])])
@@ -123,8 +140,8 @@ def deliver(
             for tap, tensor in longer.items()
         ]
         for step in range(max(map(len, steps), default=0)):
-            lane.submit([chunks[step] for chunks in steps if step < len(chunks)])
+            fed.lane.submit([chunks[step] for chunks in steps if step < len(chunks)])
     for request_id, rows in requests.items():
-        lane.finish(ending_of(request_id, rows, answers, **changes))
-    lane.close(WAIT)
-    return answers
+        fed.end(request_id, rows, **changes)
+    fed.lane.close(WAIT)
+    return fed.answers

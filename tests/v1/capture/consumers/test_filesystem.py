@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.v1.capture.consumers._drive import context, deliver, rows_of
+from tests.v1.capture.consumers._drive import consumer_at, context, deliver, rows_of
 from vllm.v1.capture.consumers.filesystem import (
     CaptureStore,
-    FilesystemConsumer,
     read_packed,
     read_per_file,
     read_request,
@@ -34,10 +33,6 @@ def some_rows(num_rows: int = 5, dtype: torch.dtype = torch.bfloat16) -> Rows:
         for layer in (0, 3)
         for hook in ("pre_attn", "post_block")
     }
-
-
-def consumer_at(root: Path, **params: Any) -> FilesystemConsumer:
-    return FilesystemConsumer(None, {"root": str(root), **params})
 
 
 def assert_same(got: Rows, want: Rows) -> None:

@@ -13,13 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.v1.capture.consumers._drive import chunks_of, deliver, ending_of, rows_of
-from vllm.v1.capture.consumers.filesystem import FilesystemConsumer, read_request
+from tests.v1.capture.consumers._drive import (
+    Fed,
+    chunks_of,
+    consumer_at,
+    deliver,
+    rows_of,
+)
+from vllm.v1.capture.consumers.filesystem import read_request
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage import sink, stored_request
 from vllm.v1.capture.consumers.storage.stored_request import RequestRows
 from vllm.v1.capture.delivery import row_bytes
-from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.spill import RowFiles
 from vllm.v1.capture.types import CaptureResult
 
@@ -31,17 +36,6 @@ def request_rows(seed: int) -> dict[tuple[int, str], torch.Tensor]:
 
 
 UNLIMITED = 1 << 60
-
-
-def send(
-    lane: SinkLane,
-    name: str,
-    answers: dict[str, CaptureResult],
-    rows: dict[tuple[int, str], torch.Tensor],
-) -> None:
-    for tap, tensor in rows.items():
-        lane.submit(chunks_of(name, tap, tensor, 3))
-    lane.finish(ending_of(name, rows, answers))
 
 
 class Disk:
@@ -81,14 +75,8 @@ def test_a_full_disk_leaves_whole_files_and_says_what_is_lost(
 ) -> None:
     requests = {f"r{i}": request_rows(10 * i) for i in range(4)}
     Disk(free, monkeypatch)
-    consumer = FilesystemConsumer(
-        None,
-        {
-            "root": str(tmp_path),
-            "default_layout": layout,
-            "buffer_bytes": buffer_bytes,
-            "num_shards": 1,
-        },
+    consumer = consumer_at(
+        tmp_path, default_layout=layout, buffer_bytes=buffer_bytes, num_shards=1
     )
     results = deliver(consumer, requests)
     monkeypatch.undo()
@@ -116,16 +104,14 @@ def test_a_root_that_vanishes_is_reported_and_may_come_back(
 ) -> None:
     Disk(UNLIMITED, monkeypatch)
     root = tmp_path / "captures"
-    consumer = FilesystemConsumer(None, {"root": str(root), "default_layout": layout})
-    answers: dict[str, CaptureResult] = {}
-    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
+    fed = Fed(consumer_at(root, default_layout=layout))
 
     def sent(request_id: str) -> CaptureResult:
-        send(lane, request_id, answers, request_rows(0))
+        fed.send(request_id, request_rows(0))
         limit = time.monotonic() + 20
-        while request_id not in answers and time.monotonic() < limit:
+        while request_id not in fed.answers and time.monotonic() < limit:
             time.sleep(0.01)
-        return answers[request_id]
+        return fed.answers[request_id]
 
     assert sent("before").status == "ok"
     shutil.rmtree(root)
@@ -135,7 +121,7 @@ def test_a_root_that_vanishes_is_reported_and_may_come_back(
     assert not root.exists()  # the file system under a missing mount is not filled
     root.mkdir()
     assert sent("after").status == "ok"
-    lane.close(20)
+    fed.lane.close(20)
     assert read_request(root, "default", "after").keys() == set(TAPS)
 
 
@@ -146,20 +132,18 @@ def test_a_writer_that_hangs_is_given_up(
     disk = Disk(UNLIMITED, monkeypatch)
     disk.hang()
     params = {"timeout_seconds": 0.5, "writer_threads": 1, "default_layout": layout}
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path), **params})
-    answers: dict[str, CaptureResult] = {}
-    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
+    fed = Fed(consumer_at(tmp_path, **params))
     begin = time.monotonic()
     for name in ("a", "b"):
-        send(lane, name, answers, request_rows(0))
-    while len(answers) < 2 and time.monotonic() - begin < 40:
+        fed.send(name, request_rows(0))
+    while len(fed.answers) < 2 and time.monotonic() - begin < 40:
         time.sleep(0.02)
-    assert len(answers) == 2, "they still wait for the disk"
-    for result in answers.values():
+    assert len(fed.answers) == 2, "they still wait for the disk"
+    for result in fed.answers.values():
         assert result.status == "error"
         assert "timeout_seconds" in result.error
     disk.release()
-    lane.close(20)
+    fed.lane.close(20)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -168,15 +152,13 @@ def test_a_stop_waits_for_no_disk_that_hangs(
 ) -> None:
     disk = Disk(UNLIMITED, monkeypatch)
     disk.hang()
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
-    answers: dict[str, CaptureResult] = {}
-    lane = SinkLane("test", consumer, 1 << 30, 1 << 20)
-    send(lane, "r", answers, request_rows(0))
+    fed = Fed(consumer_at(tmp_path))
+    fed.send("r", request_rows(0))
     begin = time.monotonic()
-    lane.close(1)
+    fed.lane.close(1)
     assert time.monotonic() - begin < 30
-    assert answers["r"].status == "error"
-    assert "server stopped" in answers["r"].error
+    assert fed.answers["r"].status == "error"
+    assert "server stopped" in fed.answers["r"].error
     disk.release()
     time.sleep(0.3)  # time for files that might still appear
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -187,9 +169,7 @@ def test_a_disk_that_takes_nothing_holds_the_caller_up_once(
 ) -> None:
     disk = Disk(UNLIMITED, monkeypatch)
     disk.hang()
-    consumer = FilesystemConsumer(
-        None, {"root": str(tmp_path), "timeout_seconds": 2.0, "buffer_bytes": 64}
-    )
+    consumer = consumer_at(tmp_path, timeout_seconds=2.0, buffer_bytes=64)
     begin = time.monotonic()
     for number in range(10):
         for tap, tensor in request_rows(0).items():
@@ -206,7 +186,7 @@ def test_a_request_without_layers_here_loses_nothing(
     monkeypatch.setattr(
         stored_request.logger, "error", lambda *words: said.append(words)
     )
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
+    consumer = consumer_at(tmp_path)
     consumer.submit_request_end("elsewhere", ())
     settled: list[str] = []
     consumer.when_done("elsewhere", lambda: settled.append("elsewhere"))
@@ -217,8 +197,7 @@ def test_a_request_without_layers_here_loses_nothing(
 def test_rows_lost_before_they_are_spilled_do_not_show_that_the_disk_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = {"timeout_seconds": 0.1, "buffer_bytes": 64}
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path), **limits})
+    consumer = consumer_at(tmp_path, timeout_seconds=0.1, buffer_bytes=64)
     late: list[Callable[[], None]] = []
     monkeypatch.setattr(consumer, "_put", lambda task: late.append(task) or True)
     waits: list[bool] = []
@@ -253,7 +232,7 @@ def test_rows_that_could_not_be_spilled_stay_counted_until_they_are_discarded(
 def test_rows_that_are_spilled_as_they_come_are_counted_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path), "buffer_bytes": 8192})
+    consumer = consumer_at(tmp_path, buffer_bytes=8192)
     add = RequestRows.add
 
     def spilled_at_once(rows: RequestRows, *added: Any) -> None:
@@ -281,21 +260,17 @@ def test_rows_are_not_spilled_to_make_room_beside_what_is_being_written(
         return spill(rows, files)
 
     monkeypatch.setattr(RequestRows, "spill", noted)
-    consumer = FilesystemConsumer(
-        None, {"root": str(tmp_path), "buffer_bytes": 8192, "writer_threads": 1}
-    )
+    consumer = consumer_at(tmp_path, buffer_bytes=8192, writer_threads=1)
     publish = consumer._publish
     monkeypatch.setattr(
         consumer, "_publish", lambda request: (time.sleep(0.2), publish(request))
     )
-    answers: dict[str, CaptureResult] = {}
-    lane = SinkLane("test", consumer, 1 << 20, 100)
+    fed = Fed(consumer)
     for number in range(6):  # of 3 KiB each
-        send(lane, f"r{number}", answers, request_rows(number))
-    lane.close(30)
+        fed.send(f"r{number}", request_rows(number))
+    fed.lane.close(30)
     assert not spilled
-    assert {result.status for result in answers.values()} == {"ok"}
-    assert len(answers) == 6
+    assert [result.status for result in fed.answers.values()] == ["ok"] * 6
 
 
 def test_spilled_rows_are_counted_logged_and_complete(
@@ -303,16 +278,12 @@ def test_spilled_rows_are_counted_logged_and_complete(
 ) -> None:
     said: list[tuple[Any, ...]] = []
     monkeypatch.setattr(sink.logger, "warning", lambda *what: said.append(what))
-    consumer = FilesystemConsumer(
-        None, {"root": str(tmp_path), "buffer_bytes": 2048, "default_layout": "packed"}
-    )
+    fed = Fed(consumer_at(tmp_path, buffer_bytes=2048, default_layout="packed"))
     rows = request_rows(0)  # of 3 KiB
-    answers: dict[str, CaptureResult] = {}
-    lane = SinkLane("test", consumer, 1 << 20, 100)
-    send(lane, "r", answers, rows)
-    lane.close(20)
-    assert answers["r"].status == "ok"
-    assert lane.counters().rewritten_bytes >= 1024
+    fed.send("r", rows)
+    fed.lane.close(20)
+    assert fed.answers["r"].status == "ok"
+    assert fed.lane.counters().rewritten_bytes >= 1024
     assert len(said) == 1 and "written twice" in said[0][0]
     for tap, tensor in read_request(tmp_path, "default", "r").items():
         assert torch.equal(tensor, rows[tap])
@@ -320,7 +291,7 @@ def test_spilled_rows_are_counted_logged_and_complete(
 
 
 def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path), "buffer_bytes": 64})
+    consumer = consumer_at(tmp_path, buffer_bytes=64)
     for tap, tensor in request_rows(0).items():
         consumer.submit_rows(chunks_of("r", tap, tensor, 6))
     consumer.shutdown(20)
@@ -328,7 +299,7 @@ def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_rows_lost_before_the_end_are_not_published(tmp_path: Path) -> None:
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
+    consumer = consumer_at(tmp_path)
     results = deliver(
         consumer, {"r": request_rows(0)}, capture_error="only 1 of 6 rows arrived"
     )
@@ -338,7 +309,7 @@ def test_rows_lost_before_the_end_are_not_published(tmp_path: Path) -> None:
 
 
 def test_fewer_rows_than_the_sidecar_says_are_an_error(tmp_path: Path) -> None:
-    consumer = FilesystemConsumer(None, {"root": str(tmp_path)})
+    consumer = consumer_at(tmp_path)
     results = deliver(consumer, {"r": request_rows(0)}, num_rows=7)
     assert results["r"].status == "error"
     assert "only 6 of 7 rows" in results["r"].error

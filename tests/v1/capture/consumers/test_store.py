@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.v1.capture.consumers._drive import deliver, rows_of
+from tests.v1.capture.consumers._drive import consumer_at, deliver, rows_of
 from vllm.v1.capture.consumers.filesystem import (
     CaptureStore,
-    FilesystemConsumer,
     read_request,
 )
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
@@ -23,7 +22,7 @@ def captured(root: Path, dtype: torch.dtype = torch.bfloat16, **params) -> Captu
         }
         for i in range(3)
     }
-    deliver(FilesystemConsumer(None, {"root": str(root), **params}), requests)
+    deliver(consumer_at(root, **params), requests)
     return requests
 
 
@@ -104,9 +103,9 @@ def test_a_later_capture_of_a_request_replaces_the_earlier(tmp_path: Path) -> No
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_damage_is_noticed(tmp_path: Path, layout: str, codec: str) -> None:
-    params = {"root": str(tmp_path), "default_layout": layout, "codec": codec}
     rows = {(0, "post_block"): rows_of(4, 8, 0, torch.float32)}
-    results = deliver(FilesystemConsumer(None, params), {"r": rows})
+    consumer = consumer_at(tmp_path, default_layout=layout, codec=codec)
+    results = deliver(consumer, {"r": rows})
     (path,) = map(Path, results["r"].payload)
     read_request(tmp_path, "default", "r")
     data = bytearray(path.read_bytes())

@@ -101,13 +101,6 @@ def test_a_key_that_failed_gets_no_more_chunks(lanes: Lanes) -> None:
     assert [name for name, _ in sink.calls].count("submit_chunk") == 1
 
 
-def test_a_failure_does_not_reach_the_next_request(lanes: Lanes) -> None:
-    lane, answers = lanes(RecordingSink("submit_chunk")), Answers()
-    lane.submit([chunk(key("first", 1))])
-    assert end(lane, answers, key("first", 1)).status == "error"
-    assert end(lane, answers, key("second", 0)).status == "ok"
-
-
 def test_a_batch_that_raises_spoils_all_its_keys(lanes: Lanes) -> None:
     class Batches(RecordingSink):
         def submit_chunk_batch(self, chunks: Any) -> None:

@@ -30,6 +30,7 @@ from vllm.v1.residual.tap import Tap
 
 WIDTH = 4
 ROW_BYTES = WIDTH * 4
+MAX_BYTES = 8 * ROW_BYTES
 
 
 class Gate(RecordingSink):
@@ -57,13 +58,20 @@ class Gate(RecordingSink):
 
 
 class Traffic:
-    """Requests whose rows arrive in turns, like those of a batch.
+    """A lane with requests whose rows arrive in turns, like those of a batch.
 
     Those whose name begins with "a" have their keys in groups.
     """
 
-    def __init__(self, lane: SinkLane, taps: int = 2) -> None:
-        self._lane = lane
+    def __init__(
+        self,
+        overload: Literal["block", "drop"] = "block",
+        spill: SpillStore | None = None,
+        taps: int = 2,
+        max_items: int = 3,
+    ) -> None:
+        self.sink = Gate()
+        self.lane = SinkLane("test", self.sink, MAX_BYTES, max_items, overload, spill)
         self._taps = taps
         self.sent: dict[str, int] = {}
         self.answers: dict[str, Answers] = {}
@@ -79,7 +87,7 @@ class Traffic:
             rows = rows.repeat(self._taps, 1, WIDTH)
             group = GroupChunk(*self._group(request), rows, start, 0, positions)
             items += [group] if request.startswith("a") else group.apart()
-        self._lane.submit(items)
+        self.lane.submit(items)
 
     def _group(self, request: str) -> tuple[VllmInternalRequestId, tuple[Tap, ...]]:
         keys = [key(request, layer) for layer in range(self._taps)]
@@ -95,17 +103,12 @@ class Traffic:
         if request.startswith("a"):
             ends = [GroupEnd(own, taps, facts)]
         self.answers[request] = Answers()
-        self._lane.finish(Ending(request, ends, self.answers[request]))
+        self.lane.finish(Ending(request, ends, self.answers[request]))
 
-
-def lane_for(
-    sink: Any,
-    overload: Literal["block", "drop"] = "block",
-    spill: SpillStore | None = None,
-    max_bytes: int = 8 * ROW_BYTES,
-    max_items: int = 3,
-) -> SinkLane:
-    return SinkLane("test", sink, max_bytes, max_items, overload, spill)
+    def answer(self, request: str) -> CaptureResult:
+        """The answer to a request that has ended; the consumer takes all until then."""
+        self.sink.open.set()
+        return self.answers[request].next()
 
 
 names = st.sampled_from("abc")
@@ -119,9 +122,10 @@ events = st.one_of(
 )
 
 
-def play(traffic: Traffic, sink: Gate, story: Sequence[Any], may_stop: bool) -> None:
+def play(traffic: Traffic, story: Sequence[Any], may_stop: bool) -> None:
     """Run a sequence of events; every request ends once, at the latest at its end."""
     life: dict[str, int] = {}
+    sink = traffic.sink
     sink.open.set()
     for what, argument in story:
         if what == "step":
@@ -146,43 +150,34 @@ def play(traffic: Traffic, sink: Gate, story: Sequence[Any], may_stop: bool) -> 
 def test_spilling_loses_nothing_and_keeps_the_order(
     tmp_path: Path, story: Sequence[Any], on_disk: int
 ) -> None:
-    sink = Gate()
     # With little disk space spilling blocks; the consumer must not be stopped then.
     may_stop = on_disk == 0
     store = SpillStore(tmp_path, on_disk or 1 << 20)
-    lane = lane_for(sink, spill=store)
-    traffic = Traffic(lane)
-    play(traffic, sink, story, may_stop)
-    for request, answers in traffic.answers.items():
-        assert answers.next().status == "ok"
-        for layer in range(2):
-            expected = [float(p) for p in range(traffic.sent[request])]
-            assert sink.rows[key(request, layer)] == expected
-    lane.close(WAIT)
+    play_without_loss(Traffic(spill=store), story, may_stop)
     assert store.used_bytes == 0
     assert list(tmp_path.iterdir()) == []
 
 
 @given(story=st.lists(events, max_size=25))
 def test_blocking_loses_nothing_and_keeps_the_order(story: Sequence[Any]) -> None:
-    sink = Gate()
-    lane = lane_for(sink)
-    traffic = Traffic(lane)
-    play(traffic, sink, story, may_stop=False)
+    play_without_loss(Traffic(), story, may_stop=False)
+
+
+def play_without_loss(traffic: Traffic, story: Sequence[Any], may_stop: bool) -> None:
+    play(traffic, story, may_stop)
     for request, answers in traffic.answers.items():
         assert answers.next().status == "ok"
         expected = [float(p) for p in range(traffic.sent[request])]
-        assert all(sink.rows[key(request, layer)] == expected for layer in range(2))
-    lane.close(WAIT)
+        for layer in range(2):
+            assert traffic.sink.rows[key(request, layer)] == expected
+    traffic.lane.close(WAIT)
 
 
 @given(story=st.lists(events, max_size=25))
 def test_every_dropped_row_is_counted_once_and_noted(story: Sequence[Any]) -> None:
-    sink = Gate()
-    lane = lane_for(sink, "drop")
-    traffic = Traffic(lane)
-    play(traffic, sink, story, may_stop=True)
-    dropped = 0
+    traffic, dropped = Traffic("drop"), 0
+    sink = traffic.sink
+    play(traffic, story, may_stop=True)
     for request, answers in traffic.answers.items():
         result, missing = answers.next(), 0
         for layer in range(2):
@@ -199,53 +194,44 @@ def test_every_dropped_row_is_counted_once_and_noted(story: Sequence[Any]) -> No
         else:
             assert (result.status, result.error) == ("ok", None)
         dropped += missing
-    assert lane.counters().dropped_rows == dropped
-    lane.close(WAIT)
+    assert traffic.lane.counters().dropped_rows == dropped
+    traffic.lane.close(WAIT)
 
 
 def test_dropping_never_waits_and_drops_what_does_not_fit() -> None:
-    sink = Gate()
-    lane = lane_for(sink, "drop", max_items=2)
-    traffic = Traffic(lane, taps=1)
+    traffic = Traffic("drop", taps=1, max_items=2)
     for _ in range(10):  # Nothing passes meanwhile.
         traffic.step({"a": 1})
     traffic.end("a")
-    sink.open.set()
-    result = traffic.answers["a"].next()
+    result = traffic.answer("a")
     assert result.error is not None and "8 of 10 rows were dropped" in result.error
-    assert sink.rows[key("a", 0)] == [0.0, 1.0]
-    lane.close(WAIT)
+    assert traffic.sink.rows[key("a", 0)] == [0.0, 1.0]
+    traffic.lane.close(WAIT)
 
 
 def test_dropped_rows_past_the_end_did_not_count() -> None:
-    sink = Gate()
-    lane = lane_for(sink, "drop", max_items=1)
-    traffic = Traffic(lane, taps=1)
+    traffic = Traffic("drop", taps=1, max_items=1)
     traffic.step({"a": 2})
     traffic.step({"a": 3})  # Dropped; a stop string invalidates it.
     traffic.end("a", counted=2)
-    sink.open.set()
-    assert traffic.answers["a"].next().status == "ok"
-    lane.close(WAIT)
+    assert traffic.answer("a").status == "ok"
+    traffic.lane.close(WAIT)
 
 
 def test_memory_is_bounded_while_rows_spill(tmp_path: Path) -> None:
-    sink = Gate()
     store = SpillStore(tmp_path, 1 << 20)
-    lane = lane_for(sink, spill=store, max_bytes=8 * ROW_BYTES, max_items=100)
-    traffic = Traffic(lane, taps=1)
+    traffic = Traffic(spill=store, taps=1, max_items=100)
     for _ in range(50):
         traffic.step({"a": 4})
-        assert lane.counters().queue_bytes <= 8 * ROW_BYTES
-    counters = lane.counters()
+        assert traffic.lane.counters().queue_bytes <= MAX_BYTES
+    counters = traffic.lane.counters()
     assert counters.spilled_rows == 50 * 4 - 8
     assert counters.spill_bytes == counters.spilled_bytes == 192 * ROW_BYTES
     assert store.used_bytes == counters.spill_bytes
     assert list(tmp_path.iterdir()) == []  # files without a name
-    sink.open.set()
     traffic.end("a")
-    assert traffic.answers["a"].next().status == "ok"
-    lane.close(WAIT)
+    assert traffic.answer("a").status == "ok"
+    traffic.lane.close(WAIT)
 
 
 class FullDisk:
@@ -270,10 +256,8 @@ def test_a_full_disk_makes_spilling_wait_and_loses_nothing(
 ) -> None:
     disk = FullDisk(monkeypatch)
     monkeypatch.setattr(spill_module, "RETRY_SECONDS", 0.0)
-    sink = Gate()
     store = SpillStore(tmp_path, 1 << 20)
-    lane = lane_for(sink, spill=store, max_items=1)
-    traffic = Traffic(lane, taps=1)
+    traffic = Traffic(spill=store, taps=1, max_items=1)
     traffic.step({"a": 1})
     sender = threading.Thread(target=traffic.step, args=({"a": 2},))
     sender.start()
@@ -284,20 +268,17 @@ def test_a_full_disk_makes_spilling_wait_and_loses_nothing(
     disk.full = False  # Space was freed; the row can be spilled.
     sender.join(WAIT)
     assert not sender.is_alive()
-    assert lane.counters().spilled_rows == 2
-    sink.open.set()
+    assert traffic.lane.counters().spilled_rows == 2
     traffic.end("a")
-    assert traffic.answers["a"].next().status == "ok"
-    assert sink.rows[key("a", 0)] == [0.0, 1.0, 2.0]
-    lane.close(WAIT)
+    assert traffic.answer("a").status == "ok"
+    assert traffic.sink.rows[key("a", 0)] == [0.0, 1.0, 2.0]
+    traffic.lane.close(WAIT)
 
 
 def test_a_disk_that_does_not_give_back_spoils_what_lay_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sink = Gate()
-    lane = lane_for(sink, spill=SpillStore(tmp_path, 1 << 20), max_items=1)
-    traffic = Traffic(lane, taps=1)
+    traffic = Traffic(spill=SpillStore(tmp_path, 1 << 20), taps=1, max_items=1)
     traffic.step({"a": 1})
     traffic.step({"b": 1})  # on disk
 
@@ -307,13 +288,12 @@ def test_a_disk_that_does_not_give_back_spoils_what_lay_on_it(
     monkeypatch.setattr(row_bytes.os, "preadv", unreadable)
     traffic.end("a")
     traffic.end("b")
-    sink.open.set()
-    assert traffic.answers["a"].next().status == "ok"
-    result = traffic.answers["b"].next()
+    assert traffic.answer("a").status == "ok"
+    result = traffic.answer("b")
     assert result.status == "error"
     assert "Input/output error" in str(result.error)
-    assert lane.counters().failed_rows == 1
-    lane.close(WAIT)
+    assert traffic.lane.counters().failed_rows == 1
+    traffic.lane.close(WAIT)
 
 
 class TestAConsumerThatDoesNotComeBack:
@@ -322,66 +302,58 @@ class TestAConsumerThatDoesNotComeBack:
         monkeypatch.setattr(lane_module, "STALL_SECONDS", 0.3)
 
     def test_loses_what_waits_and_hangs_nothing(self) -> None:
-        sink = Gate()
-        lane = lane_for(sink, max_items=2)
-        traffic = Traffic(lane, taps=1)
+        traffic = Traffic(taps=1, max_items=2)
         for _ in range(5):  # would wait forever
             traffic.step({"a": 1})
         traffic.end("a")
         result = traffic.answers["a"].next()
         assert result.status == "error"
         assert "has not returned from a call" in str(result.error)
-        assert lane.counters().failed_rows == 5
-        sink.open.set()
-        lane.close(WAIT)
+        assert traffic.lane.counters().failed_rows == 5
+        traffic.sink.open.set()
+        traffic.lane.close(WAIT)
 
     def test_waiting_requests_are_answered_when_its_owner_looks(self) -> None:
-        sink = Gate()
-        lane = lane_for(sink)
-        traffic = Traffic(lane, taps=1)
+        traffic = Traffic(taps=1)
         traffic.step({"a": 1})
         traffic.end("a")
         traffic.end("b")
-        assert sink.entered.wait(WAIT)
-        while not lane.check():
+        assert traffic.sink.entered.wait(WAIT)
+        while not traffic.lane.check():
             threading.Event().wait(0.02)
         assert traffic.answers["a"].next().status == "error"
         assert traffic.answers["b"].next().status == "error"
-        sink.open.set()
-        lane.close(WAIT)
+        traffic.sink.open.set()
+        traffic.lane.close(WAIT)
         assert len(traffic.answers["a"].results) == 1, "answered twice"
 
     def test_serves_later_requests_once_it_has(self) -> None:
-        sink = Gate()
-        lane = lane_for(sink, max_items=1)
-        traffic = Traffic(lane, taps=1)
+        traffic = Traffic(taps=1, max_items=1)
         traffic.step({"a": 1})
         traffic.step({"a": 1})
         traffic.end("a")
         assert traffic.answers["a"].next().status == "error"
-        sink.open.set()
-        while lane.check():
+        traffic.sink.open.set()
+        while traffic.lane.check():
             threading.Event().wait(0.02)
         traffic.step({"b": 2})
         traffic.end("b")
-        assert traffic.answers["b"].next().status == "ok"
-        assert sink.finalized[key("a", 0)]["capture_error"]
-        assert sink.rows[key("b", 0)] == [0.0, 1.0]
-        lane.close(WAIT)
+        assert traffic.answer("b").status == "ok"
+        assert traffic.sink.finalized[key("a", 0)]["capture_error"]
+        assert traffic.sink.rows[key("b", 0)] == [0.0, 1.0]
+        traffic.lane.close(WAIT)
 
 
 def test_closing_answers_for_what_is_not_worked_off() -> None:
-    sink = Gate()
-    lane = lane_for(sink)
-    traffic = Traffic(lane, taps=1)
+    traffic = Traffic(taps=1)
     traffic.step({"a": 3})
     traffic.end("a")
-    assert sink.entered.wait(WAIT)
-    lane.close(0.1)
+    assert traffic.sink.entered.wait(WAIT)
+    traffic.lane.close(0.1)
     result = traffic.answers["a"].next()
     assert isinstance(result, CaptureResult)
     assert (result.status, result.error) == (
         "error",
         "the engine stopped before it was delivered",
     )
-    sink.open.set()
+    traffic.sink.open.set()

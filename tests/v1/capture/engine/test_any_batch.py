@@ -7,8 +7,8 @@ embeddings, several samples, stop strings and aborts, in any combination.
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.support import asynchronous
 from tests.support.adapters import RANK, adapter
 from tests.support.captured import CapturedEngine, asking, prompt
-from tests.support.hf_reference import Reference, Stream, relative_error
+from tests.support.hf_reference import Reference, Stream, changing, relative_error
 from vllm.lora.request import LoRARequest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
@@ -129,17 +129,7 @@ class Bench:
     def stream(self, wish: Wish, fed: list[int]) -> Stream:
         """The rows of all positions, computed by the library."""
         reference = self.models[self.adapted(wish)]
-        with ExitStack() as stack:
-            if wish.steered is not None:
-                layer = reference.model.model.layers[1]
-                hook = layer.register_forward_pre_hook(
-                    lambda _, args, kwargs: (
-                        (steered(args[0], wish), *args[1:]),
-                        kwargs,
-                    ),
-                    with_kwargs=True,
-                )
-                stack.callback(hook.remove)
+        with changing(reference.model.model.layers[1], partial(steered, wish=wish)):
             return reference.stream(fed)
 
 
@@ -150,7 +140,8 @@ def vectors(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def steered(stream: torch.Tensor, wish: Wish) -> torch.Tensor:
-    assert wish.steered is not None
+    if wish.steered is None:
+        return stream
     prefill, decode = vectors(wish.steered)
     stream = stream.clone()
     stream[:, : wish.length] += prefill

@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from tests.support import audio
-from tests.support.captured import logprobs_of
-from tests.support.hf_reference import relative_error
+from tests.support.captured import asking_logits, check_effect, logprobs_of
+from tests.support.hf_reference import changing, relative_error
 from tests.support.models import randomise
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import LLM, RequestOutput
 from vllm.v1.capture.errors import CaptureValidationError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -51,14 +51,7 @@ class Pair:
         )
 
     def ask(self, *seeds: int, **fields: Any) -> list[RequestOutput]:
-        params = SamplingParams(
-            max_tokens=4,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=-1,
-            **fields,
-        )
+        params = asking_logits(4, **{"capture": None, **fields})
         prompts = [audio.heard(TOKENS, seed) for seed in seeds]
         return self.llm.generate(prompts, params, use_tqdm=False)
 
@@ -120,18 +113,15 @@ def test_a_head_of_the_self_attention_is_left_out(pair: Pair) -> None:
     (output,) = pair.ask(0, steering_vectors={"z": {1: without}})
     plain = pair.run(output, 0).logits[0, len(TOKENS) :]
 
-    def zeroed(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        rows = args[0].clone()
+    def zeroed(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.clone()
         rows[..., audio.WIDTH // 2 :] = 0
-        return (rows,)
+        return rows
 
     attention = pair.library.model.decoder.layers[1].self_attn
-    hook = attention.out_proj.register_forward_pre_hook(zeroed)
-    expected = pair.run(output, 0).logits[0, len(TOKENS) :]
-    hook.remove()
-    effect = (expected - plain).norm()
-    assert effect > 1e-2 * plain.norm()
-    assert (logprobs_of(output, WORDS) - expected).norm() < 1e-3 * effect
+    with changing(attention.out_proj, zeroed):
+        expected = pair.run(output, 0).logits[0, len(TOKENS) :]
+    check_effect(logprobs_of(output, WORDS), plain, expected, 1e-2, 1e-3)
 
 
 def test_layers_are_the_decoder_s(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 """Tokens loaded from an external cache are not computed, and have no rows."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from tests.support import outside
 from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import changing
 from vllm import SamplingParams
 from vllm.v1.steering.core import prefix_cache
 
@@ -89,7 +91,7 @@ def test_what_steering_left_is_loaded_for_the_same_steering_alone(
         asked = asking("all_generated", max_tokens=4, **steering)
         return stored.run([text], asked)[0]
 
-    steered, plain, later, again, other = (
+    first, plain, later, again, other = (
         ask(prefill_steering_vectors=spec),
         ask(),
         ask(decode_steering_vectors=spec),
@@ -100,27 +102,19 @@ def test_what_steering_left_is_loaded_for_the_same_steering_alone(
     positions = list(range(LENGTH, LENGTH + 3))
     stored.check(plain, positions)
     for output, prefill, decode in (
-        (steered, vector, 0),
+        (first, vector, 0),
         (again, vector, 0),
         (later, 0, vector),
         (other, -vector, 0),
     ):
         with pytest.raises(AssertionError):
             stored.check(output, positions)
-        handle = _add(stored, prefill, decode)
-        stored.check(output, positions)
-        handle.remove()
+        reference: Any = stored.reference
+        steered = partial(_steered, prefill=prefill, decode=decode)
+        with changing(reference.model.model.layers[1], steered):
+            stored.check(output, positions)
 
 
-def _add(stored: CapturedEngine, prefill: Any, decode: Any) -> Any:
-    """Steer the library's model like the request."""
-
-    def changed(module: Any, args: Any, kwargs: Any) -> Any:
-        stream = args[0].clone()
-        stream[:, :LENGTH] += prefill
-        stream[:, LENGTH:] += decode
-        return (stream, *args[1:]), kwargs
-
-    reference: Any = stored.reference
-    layer = reference.model.model.layers[1]
-    return layer.register_forward_pre_hook(changed, with_kwargs=True)
+def _steered(stream: torch.Tensor, prefill: Any, decode: Any) -> torch.Tensor:
+    parts = stream[:, :LENGTH] + prefill, stream[:, LENGTH:] + decode
+    return torch.cat(parts, 1)

@@ -16,7 +16,13 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.support.captured import CapturedEngine, logprobs_of
+from tests.support.captured import (
+    LOGITS,
+    CapturedEngine,
+    asking_logits,
+    check_effect,
+    logprobs_of,
+)
 from tests.support.hf_reference import relative_error
 from tests.support.inner_reference import InnerReference
 from tests.support.models import save
@@ -99,23 +105,16 @@ class Pair:
         self.engine = CapturedEngine(
             model,
             reference=self.reference,
-            skip_tokenizer_init=True,
-            max_model_len=128,
             max_num_batched_tokens=64,
-            num_gpu_blocks_override=64,
-            enable_prefix_caching=False,
-            enable_steering=True,
             hook_points=["all", "after"],
             enable_readouts=True,
-            max_logprobs=-1,
-            logprobs_mode="raw_logits",
             capture_consumers=[
                 "inline",
                 f"filesystem:root={folder / 'files'}",
                 f"arrow:root={folder / 'tables'},instance_name=tables",
                 f"arrow:root={folder / 'own'},format=safetensors,instance_name=own",
             ],
-            **{"enforce_eager": kind != "llama", **options},
+            **LOGITS | {"enforce_eager": kind != "llama"} | options,
         )
         config = self.engine.llm.llm_engine.vllm_config.capture_config
         self.points: dict[int, list[str]] = config.hook_points or {}
@@ -129,12 +128,8 @@ class Pair:
         **fields: Any,
     ) -> RequestOutput:
         spec = {"hooks": hooks or self.everywhere, "positions": "all"}
-        params = SamplingParams(
-            max_tokens=4,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=-1,
+        params = asking_logits(
+            4,
             capture={"keeper": spec, **(more or {})},
             steering_vectors=steering,
             **fields,
@@ -166,9 +161,7 @@ class Pair:
         plain = self.reference.run(fed)[len(PROMPT) - 1 :]
         with self.reference.changing(tap, change):
             expected = self.reference.run(fed)[len(PROMPT) - 1 :]
-        effect = (expected - plain).norm()
-        assert effect > 1e-3 * plain.norm()
-        assert (self.logits(output) - expected).norm() < 2e-3 * effect
+        check_effect(self.logits(output), plain, expected)
 
 
 @pytest.fixture(scope="module", params=[*KINDS])
@@ -577,61 +570,21 @@ def test_weights_of_experts_have_the_factor_of_their_sum(tmp_path: Path) -> None
         moe_intermediate_size=32,
         routed_scaling_factor=2.5,
     )
-    folder = save(config, tmp_path)
-    library = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    seen: list[torch.Tensor] = []
-    given: list[torch.Tensor] = []
-
-    def hook(module: Any, args: Any) -> Any:
-        seen.append(args[2].detach())
-        return (*args[:2], given[0].expand_as(args[2])) if given else args
-
-    library.model.layers[1].mlp.experts.register_forward_pre_hook(hook)
-    engine = CapturedEngine(
-        folder,
-        reference=library,
-        skip_tokenizer_init=True,
-        max_model_len=64,
-        enable_steering=True,
-        hook_points=["expert_weights"],
-        logprobs_mode="raw_logits",
-    )
-
-    def ask(steering: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-        spec = {"hooks": {"expert_weights": [1]}, "positions": "all"}
-        params = SamplingParams(
-            max_tokens=1,
-            capture={"keeper": spec},
-            steering_vectors=steering,
-            logprobs=20,
-            detokenize=False,
-        )
-        (output,) = engine.run([PROMPT], params)
-        best = (output.outputs[0].logprobs or [{}])[0]
-        found = torch.full((WORDS,), float("nan"))
-        for token, one in best.items():
-            found[token] = one.logprob
-        return engine.rows(output)[1, "expert_weights"], found
-
-    def check(found: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            logits = library(torch.tensor([PROMPT])).logits[0, -1].float()
-        known = ~found.isnan()
-        torch.testing.assert_close(found[known], logits[known], atol=1e-3, rtol=0)
-        return logits
-
+    pair = Pair("glm", tmp_path, config=config)
     try:
-        rows, plain = ask()
-        before = check(plain)
-        wanted = seen[-1].sort(-1).values
+        output = pair.ask()
+        pair.reference.run([*PROMPT, *output.outputs[0].token_ids][:-1])
+        wanted = pair.reference.rows[1, "expert_weights"].sort(-1).values
         assert wanted.sum(-1).min() > 2.4
-        torch.testing.assert_close(rows.sort(-1).values, wanted, atol=1e-5, rtol=0)
-        given.append(torch.tensor([0.9, 0.9]))
-        entry = {"op": "replace", "vector": given[0].numpy()}
-        _, changed = ask({"expert_weights": {1: entry}})
-        assert (check(changed) - before).abs().max() > 0.1
+        rows = pair.engine.rows(output)[1, "expert_weights"].sort(-1).values
+        torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=0)
+        given = torch.tensor([0.9, 0.9])
+        entry = {"op": "replace", "vector": given.numpy()}
+        pair.check_changed(
+            (1, "expert_weights"), entry, lambda rows: given.expand_as(rows)
+        )
     finally:
-        engine.close()
+        pair.engine.close()
 
 
 def test_ids_of_experts_are_read_only(pair: Pair) -> None:

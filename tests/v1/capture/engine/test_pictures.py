@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import changing
 from tests.support.pictures import (
     IMAGE_TOKENS,
     WIDTH,
@@ -49,6 +50,15 @@ def check(engine: CapturedEngine, output: Any, seed: int | None, **wanted: Any) 
     engine.check(output, **wanted)
 
 
+def check_changed(engine: CapturedEngine, output: Any, change: Any) -> None:
+    """Picture 5's rows are those with the change in layer 1, and no others."""
+    reference: Any = engine.reference
+    with changing(reference.layers[1], change):
+        check(engine, output, 5)
+    with pytest.raises(AssertionError):
+        check(engine, output, 5)
+
+
 @pytest.mark.parametrize("positions", ["all", [0, 3, 4, 9]])
 def test_rows_of_pictures_and_text_are_those_of_the_library(
     seeing: CapturedEngine, positions: Any
@@ -73,18 +83,12 @@ def test_a_vector_acts_on_a_pictures_tokens(seeing: CapturedEngine) -> None:
     (output,) = ask(seeing, [text], [5], asked)
     prompt_length = len(text) + IMAGE_TOKENS
 
-    def changed(module: Any, args: Any, kwargs: Any) -> Any:
-        stream = args[0].clone()
+    def changed(stream: torch.Tensor) -> torch.Tensor:
+        stream = stream.clone()
         stream[:, :prompt_length] += vector
-        return (stream, *args[1:]), kwargs
+        return stream
 
-    reference: Any = seeing.reference
-    layer = reference.layers[1]
-    handle = layer.register_forward_pre_hook(changed, with_kwargs=True)
-    check(seeing, output, 5)
-    handle.remove()
-    with pytest.raises(AssertionError):
-        check(seeing, output, 5)
+    check_changed(seeing, output, changed)
 
 
 def test_a_row_of_another_picture_is_patched_in(seeing: CapturedEngine) -> None:
@@ -99,17 +103,12 @@ def test_a_row_of_another_picture_is_patched_in(seeing: CapturedEngine) -> None:
     asked.patch = [{**place, "dest_position": 2, **source}]
     (output,) = ask(seeing, [text], [5], asked)
 
-    def changed(module: Any, args: Any, kwargs: Any) -> Any:
-        stream = args[0].clone()
+    def changed(stream: torch.Tensor) -> torch.Tensor:
+        stream = stream.clone()
         stream[:, 2] = run.rows[1, "pre_attn"][2]
-        return (stream, *args[1:]), kwargs
+        return stream
 
-    reference: Any = seeing.reference
-    handle = reference.layers[1].register_forward_pre_hook(changed, with_kwargs=True)
-    check(seeing, output, 5)
-    handle.remove()
-    with pytest.raises(AssertionError):
-        check(seeing, output, 5)
+    check_changed(seeing, output, changed)
 
 
 def test_the_same_picture_again_is_found_in_the_cache(seeing: CapturedEngine) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.captured import CapturedEngine, asking, prompt
-from tests.support.hf_reference import Reference, relative_error
+from tests.support.hf_reference import Reference, changing, relative_error
 from tests.support.inner_reference import InnerReference
 from tests.support.quantised import SCHEMES, multiply_out, quantised
 
@@ -68,12 +68,8 @@ def test_a_vector_acts_as_on_the_weights_multiplied_out(
     asked.steering_vectors = {"pre_attn": {1: vector}}
     (output,) = engine.run(PROMPTS[:1], asked)
     reference: Any = engine.reference
-    handle = reference.model.model.layers[1].register_forward_pre_hook(
-        lambda _, args, kwargs: ((args[0] + vector, *args[1:]), kwargs),
-        with_kwargs=True,
-    )
-    engine.check(output, tolerance=TOLERANCE[scheme])
-    handle.remove()
+    with changing(reference.model.model.layers[1], lambda rows: rows + vector):
+        engine.check(output, tolerance=TOLERANCE[scheme])
     with pytest.raises(AssertionError):
         engine.check(output, tolerance=TOLERANCE[scheme])
 

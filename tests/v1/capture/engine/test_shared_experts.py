@@ -8,10 +8,16 @@ import pytest
 import torch
 import transformers
 
-from tests.support.captured import CapturedEngine, logprobs_of
+from tests.support.captured import (
+    LOGITS,
+    CapturedEngine,
+    asking_logits,
+    check_effect,
+    logprobs_of,
+)
 from tests.support.hf_reference import relative_error
 from tests.support.models import save
-from vllm import RequestOutput, SamplingParams
+from vllm import RequestOutput
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -87,28 +93,12 @@ class Pair:
         ).eval()
         self.engine = CapturedEngine(
             model,
-            skip_tokenizer_init=True,
-            max_model_len=128,
-            num_gpu_blocks_override=64,
-            enable_prefix_caching=False,
-            enable_steering=True,
             hook_points=["mlp_act"],
-            max_logprobs=-1,
-            logprobs_mode="raw_logits",
-            **{"enforce_eager": kind != "qwen2_moe", **options},
+            **LOGITS | {"enforce_eager": kind != "qwen2_moe"} | options,
         )
 
     def ask(self, steering: Any = None) -> RequestOutput:
-        spec = {"hooks": {"mlp_act": "all"}, "positions": "all"}
-        params = SamplingParams(
-            max_tokens=3,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=-1,
-            capture={"keeper": spec},
-            steering_vectors=steering,
-        )
+        params = asking_logits(3, hooks={"mlp_act": "all"}, steering_vectors=steering)
         (output,) = self.engine.run([PROMPT], params)
         return output
 
@@ -159,6 +149,4 @@ def test_additions_enter_the_projection(pair: Pair, layer: int) -> None:
     output = pair.ask({"mlp_act": {layer: vector.numpy()}})
     _, plain = pair.run(output, layer)
     _, expected = pair.run(output, layer, vector)
-    effect = (expected - plain).norm()
-    assert effect > 1e-3 * plain.norm()
-    assert (logprobs_of(output, WORDS) - expected).norm() < 2e-3 * effect
+    check_effect(logprobs_of(output, WORDS), plain, expected)

@@ -12,9 +12,14 @@ import pytest
 import torch
 import transformers
 
-from tests.support.captured import CapturedEngine, logprobs_of
+from tests.support.captured import (
+    LOGITS,
+    CapturedEngine,
+    asking_logits,
+    logprobs_of,
+)
 from tests.support.models import save
-from vllm import RequestOutput, SamplingParams
+from vllm import RequestOutput
 from vllm.v1.capture.consumers.filesystem.reader import read_request
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.readouts.errors import ReadoutValidationError
@@ -53,31 +58,17 @@ class Engine:
         self.captured = CapturedEngine(
             save(config, folder / "model"),
             reference=object(),
-            skip_tokenizer_init=True,
             enforce_eager=False,
-            max_model_len=128,
             max_num_batched_tokens=64,
-            num_gpu_blocks_override=64,
-            enable_prefix_caching=False,
-            enable_steering=True,
             enable_readouts=True,
             hook_points=["z", "embed", "attn_add", "after"],
-            max_logprobs=-1,
-            logprobs_mode="raw_logits",
+            **LOGITS,
             capture_consumers=["inline", f"filesystem:root={folder / 'files'}"],
         )
         self.config = self.captured.llm.llm_engine.vllm_config.capture_config
 
     def ask(self, prompt: list[int] = PROMPT, **fields: Any) -> RequestOutput:
-        chosen = {"capture": {"keeper": {"hooks": EVERYWHERE, "positions": "all"}}}
-        params = SamplingParams(
-            max_tokens=3,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=-1,
-            **{**chosen, **fields},
-        )
+        params = asking_logits(3, hooks=EVERYWHERE, **fields)
         (output,) = self.captured.run([prompt], params)
         return output
 

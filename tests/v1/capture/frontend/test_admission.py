@@ -23,7 +23,7 @@ from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureSpec
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
-from vllm.v1.residual.capture_plan import LIVE, CapturePlan
+from vllm.v1.residual.capture_plan import LIVE, CapturePlan, TapGroup
 from vllm.v1.residual.module_info import KnownModules
 from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.steering.spec.arrays import as_array
@@ -91,6 +91,14 @@ def plan(
     return gate.plan("r", params, num_prompt_tokens, "ipc://here")
 
 
+def group(gate: Admission, capture: Any, **request: int) -> TapGroup:
+    """The only group of a request's plan."""
+    made = plan(gate, capture, **request)
+    assert made is not None
+    (only,) = made.groups
+    return only
+
+
 def ask(**spec: Any) -> dict[str, Any]:
     return {"asking": {"hooks": {"post_block": [1]}, **spec}}
 
@@ -98,9 +106,9 @@ def ask(**spec: Any) -> dict[str, Any]:
 def test_a_request_is_resolved_to_a_plan() -> None:
     made = plan(admission(), ask(positions="all"))
     assert made is not None
-    (group,) = made.groups
-    assert group.taps == ((1, "post_block"),)
-    assert group.ranges == ((0, OPEN_END),)
+    (only,) = made.groups
+    assert only.taps == ((1, "post_block"),)
+    assert only.ranges == ((0, OPEN_END),)
     assert made.instances == ("asking",)
     assert (made.client_request_id, made.reply_to) == ("r", "ipc://here")
 
@@ -111,11 +119,9 @@ def test_a_request_that_asks_for_nothing_has_no_plan() -> None:
 
 def test_every_request_has_what_a_consumer_captures_globally() -> None:
     gate = admission(fixed=Fixed(CaptureSpec({"pre_attn": [0, 3]}, "last_prompt")))
-    made = plan(gate, None)
-    assert made is not None
-    (group,) = made.groups
-    assert group.taps == ((0, "pre_attn"), (3, "pre_attn"))
-    assert group.ranges == ((4, 5),)
+    found = group(gate, None)
+    assert found.taps == ((0, "pre_attn"), (3, "pre_attn"))
+    assert found.ranges == ((4, 5),)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +131,8 @@ def test_a_request_is_not_refused_for_what_others_want_of_every_request(
     max_tokens: int, found: Any
 ) -> None:
     gate = admission(log=Fixed(CaptureSpec({"pre_attn": [1]}, [9, 0])))
-    made = plan(gate, None, max_tokens=max_tokens)
-    assert made is not None
-    assert [reader.ranges for reader in made.groups[0].readers] == [found]
+    readers = group(gate, None, max_tokens=max_tokens).readers
+    assert [reader.ranges for reader in readers] == [found]
 
 
 def test_a_request_that_reaches_nothing_of_it_is_not_captured() -> None:
@@ -156,9 +161,7 @@ def test_a_number_that_cannot_travel_is_refused() -> None:
 
 def test_a_request_overrides_what_its_consumer_captures_globally() -> None:
     gate = admission(asking=Asking(CaptureSpec({"pre_attn": [0]}, "all")))
-    made = plan(gate, ask())
-    assert made is not None
-    assert [group.taps for group in made.groups] == [((1, "post_block"),)]
+    assert group(gate, ask()).taps == ((1, "post_block"),)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +220,9 @@ def test_a_plugin_may_answer_with_any_sequence(
     layers: Any, positions: Any, ranges: Any
 ) -> None:
     answer = Answering(CaptureSpec({"pre_attn": layers}, positions))
-    made = plan(admission(asking=answer), ask())
-    assert made is not None
-    (group,) = made.groups
-    assert group.taps == tuple((layer, "pre_attn") for layer in range(LAYERS))
-    assert group.ranges == ranges
+    found = group(admission(asking=answer), ask())
+    assert found.taps == tuple((layer, "pre_attn") for layer in range(LAYERS))
+    assert found.ranges == ranges
 
 
 @pytest.mark.parametrize("answer", [None, {"hooks": {}}, "all"])
@@ -246,8 +247,8 @@ def test_rows_that_outputs_carry_are_read_once_more() -> None:
     params = SamplingParams(max_tokens=4, capture=ask(positions="all"))
     made = admission().plan("r", params, 5, "ipc://here", {"asking"})
     assert made is not None
-    (group,) = made.groups
-    assert {reader.instance for reader in group.readers} == {"asking", LIVE}
+    (only,) = made.groups
+    assert {reader.instance for reader in only.readers} == {"asking", LIVE}
     assert made.instances == ("asking",)
 
 
@@ -297,15 +298,13 @@ def test_whatever_a_user_asks_for_is_a_plan_or_a_refusal(raw: Any) -> None:
 
 def test_rows_behind_interventions_are_read_where_the_next_block_begins() -> None:
     spec = {"hooks": {"post_block": "all"}, "positions": "all", "after": True}
-    made = plan(admission(), {"asking": spec})
-    assert made is not None
-    (group,) = made.groups
-    assert group.taps == (
+    found = group(admission(), {"asking": spec})
+    assert found.taps == (
         *((layer, "pre_attn") for layer in range(1, LAYERS)),
         (LAYERS - 1, "post_block.after"),
     )
-    (reader,) = group.readers
-    assert reader.named(group.taps) == tuple((n, "post_block") for n in range(LAYERS))
+    (reader,) = found.readers
+    assert reader.named(found.taps) == tuple((n, "post_block") for n in range(LAYERS))
 
 
 def test_one_row_serves_those_before_and_those_behind() -> None:
@@ -317,9 +316,9 @@ def test_one_row_serves_those_before_and_those_behind() -> None:
     params = SamplingParams(max_tokens=4, capture=capture)
     made = gate.plan("r", params, 5, "ipc://here")
     assert made is not None
-    (group,) = made.groups
-    assert group.taps == ((1, "pre_attn"),) and made.num_taps == 1
-    named = {one.instance: one.named(group.taps) for one in group.readers}
+    (only,) = made.groups
+    assert only.taps == ((1, "pre_attn"),) and made.num_taps == 1
+    named = {one.instance: one.named(only.taps) for one in only.readers}
     assert named == {"asking": ((1, "pre_attn"),), "other": ((0, "post_block"),)}
     assert params.capture["other"].keys() == {"hooks", "positions"}
     with pytest.raises(CaptureValidationError, match="or none is"):
@@ -328,8 +327,8 @@ def test_one_row_serves_those_before_and_those_behind() -> None:
     live = SamplingParams(max_tokens=4, capture=capture)
     made = gate.plan("r", live, 5, "ipc://here", streaming=("other",))
     assert made is not None
-    (group,) = made.groups
-    after = {one.instance: one.after for one in group.readers}
+    (only,) = made.groups
+    after = {one.instance: one.after for one in only.readers}
     assert after == {"asking": False, "other": True, LIVE: True}
 
 

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,29 +27,27 @@ SENT = 2 * ROWS * WIDTH * 4
 BLOCK = 2 * (ROWS + SPARE) * WIDTH * 4
 
 
-class Pair:
-    """A front end in this process, and a worker in another one."""
+class Worker:
+    """A worker in another process."""
 
-    def __init__(self) -> None:
-        self.came: queue.Queue[Message] = queue.Queue()
-        self.inbox = Inbox(self.came.put)
-        self.worker = start_worker(self.inbox.address)
+    def __init__(self, address: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("_worker.py"), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
 
     def ask(self, what: Any) -> None:
-        assert self.worker.stdin is not None
-        self.worker.stdin.write(f"{what}\n")
-        self.worker.stdin.flush()
-
-    def rows(self, rows: int = ROWS) -> dict[Any, torch.Tensor]:
-        self.ask(rows)
-        message = self.came.get(timeout=WAIT)
-        assert isinstance(message, ResultMessage)
-        return message.result().payload
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
 
     def lent(self) -> dict[str, int]:
-        assert self.worker.stdout is not None
+        assert self.process.stdout is not None
         self.ask("lent")
-        return json.loads(self.worker.stdout.readline())
+        return json.loads(self.process.stdout.readline())
 
     def wait_until_free(self) -> None:
         deadline = monotonic() + WAIT
@@ -59,22 +56,27 @@ class Pair:
             sleep(0.02)
 
     def close(self) -> None:
-        self.worker.kill()
-        self.worker.wait()
-        for stream in (self.worker.stdin, self.worker.stdout):
-            assert stream is not None
-            stream.close()
+        with self.process:
+            self.process.kill()
+
+
+class Pair(Worker):
+    """A worker, and its front end in this process."""
+
+    def __init__(self) -> None:
+        self.came: queue.Queue[Message] = queue.Queue()
+        self.inbox = Inbox(self.came.put)
+        super().__init__(self.inbox.address)
+
+    def rows(self, rows: int = ROWS) -> dict[Any, torch.Tensor]:
+        self.ask(rows)
+        message = self.came.get(timeout=WAIT)
+        assert isinstance(message, ResultMessage)
+        return message.result().payload
+
+    def close(self) -> None:
+        super().close()
         self.inbox.close()
-
-
-def start_worker(address: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("_worker.py"), address],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -220,8 +222,8 @@ def test_rows_that_cannot_be_mapped_are_read(
 def test_rows_outlive_a_worker_that_is_killed() -> None:
     pair = Pair()
     rows = pair.rows()
-    pair.worker.send_signal(signal.SIGKILL)
-    pair.worker.wait()
+    pair.process.kill()
+    pair.process.wait()
     sleep(0.5)
     check(rows)
     pair.close()
@@ -243,18 +245,14 @@ def test_rows_of_a_worker_that_has_ended_delay_no_others(
         resume.wait(WAIT)
 
     inbox = Inbox(handle)
-    killed, other = start_worker(inbox.address), start_worker(inbox.address)
-    assert killed.stdin is not None and other.stdin is not None
-    killed.stdin.write(f"{ROWS}\n" * 4)
-    killed.stdin.flush()
+    killed, other = Worker(inbox.address), Worker(inbox.address)
+    for _ in range(4):
+        killed.ask(ROWS)
     came.get(timeout=WAIT)  # The thread now waits, and the others in its queue.
     sleep(1)
-    killed.kill()
-    killed.wait()
-    other.stdin.write(f"{ROWS}\nlent\n")
-    other.stdin.flush()
-    assert other.stdout is not None
-    other.stdout.readline()  # It has sent its rows.
+    killed.close()
+    other.ask(ROWS)
+    other.lent()  # It has sent its rows.
     sleep(1)
     begin = monotonic()
     resume.set()
@@ -264,10 +262,7 @@ def test_rows_of_a_worker_that_has_ended_delay_no_others(
     assert monotonic() - begin < borrower.ANNOUNCE_SECONDS / 2
     sleep(0.5)
     assert len(logged) == 1 and "has ended" in str(logged)
-    other.kill()
-    for stream in (killed.stdin, killed.stdout, other.stdin, other.stdout):
-        assert stream is not None
-        stream.close()
+    other.close()
     inbox.close()
 
 
@@ -288,28 +283,18 @@ def test_what_a_killed_front_end_held_comes_back(tmp_path: Path) -> None:
         [sys.executable, script], stdout=subprocess.PIPE, text=True
     )
     assert front.stdout is not None
-    worker = start_worker(front.stdout.readline().strip())
-    assert worker.stdin is not None and worker.stdout is not None
+    worker = Worker(front.stdout.readline().strip())
     try:
-        worker.stdin.write(f"{ROWS}\n")
+        worker.ask(ROWS)
         assert front.stdout.readline().strip() == "came"
-        worker.stdin.write("lent\n")
-        assert json.loads(worker.stdout.readline())["leases"] == 1
+        assert worker.lent()["leases"] == 1
         front.kill()
         front.wait()
-        deadline = monotonic() + WAIT
-        worker.stdin.write("lent\n")
-        while json.loads(worker.stdout.readline())["leases"]:
-            assert monotonic() < deadline, "a lease was not given back"
-            sleep(0.02)
-            worker.stdin.write("lent\n")
+        worker.wait_until_free()
     finally:
-        for process in (front, worker):
-            process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    stream.close()
+        with front:
+            front.kill()
+        worker.close()
 
 
 def test_nobody_listening_means_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from tests.support import asynchronous
 from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.hf_reference import changing
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 pytestmark = pytest.mark.e2e
@@ -107,16 +108,13 @@ def test_steering_acts_at_the_generated_positions_that_are_named(
     asked = asking("all", max_tokens=16)
     asked.steering_vectors = {"pre_attn": {1: entry}}
 
-    def replaced(module: Any, args: Any, kwargs: Any) -> Any:
-        hidden = args[0].clone()
-        hidden[:, named] = 1.0
-        return (hidden, *args[1:]), kwargs
+    def replaced(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.index_fill(1, torch.tensor(named), 1.0)
 
     outputs = ahead.run([prompt(6, seed=410 + i) * 4 for i in range(3)], asked)
     layer = ahead.reference.model.model.layers[1]
-    handle = layer.register_forward_pre_hook(replaced, with_kwargs=True)
-    for output in outputs:
-        ahead.check(output)
-    handle.remove()
+    with changing(layer, replaced):
+        for output in outputs:
+            ahead.check(output)
     with pytest.raises(AssertionError):
         ahead.check(outputs[0])
