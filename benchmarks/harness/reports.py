@@ -20,10 +20,11 @@ GIB = 1 << 30
 
 def begun() -> dict[str, Any]:
     """Date and command, for the head of a report."""
-    script = Path(sys.argv[0]).name
+    path = Path(sys.argv[0]).resolve()
+    script = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "command": " ".join(["python", str(script), *sys.argv[1:]]),
     }
 
 

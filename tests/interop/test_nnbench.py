@@ -1,82 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cells of our nnbench backend, compared with hooks in Transformers.
 
-nnbench's package `isb` is not on a registry: the few names that a backend uses have
-stand-ins here.
+nnbench's package `isb` is not on a registry, so the names that a backend uses have
+stand-ins.
 """
 
-import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.nnbench import stand_ins
 from tests.interop.streams import streams_of
 
 pytestmark = pytest.mark.e2e
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "nnbench" / "clearbox"
 PROMPT, OTHER = "Anna went home.", "Peter ran away."
 TARGET = 700
 
 
-def stand_ins() -> dict[str, ModuleType]:
-    modules = {
-        name: ModuleType(name)
-        for name in (
-            "isb",
-            "isb.backends",
-            "isb.backends.base",
-            "isb.jobs",
-            "isb.jobs.worker",
-            "isb.methodologies",
-            "isb.methodologies.registry",
-            "isb.methodologies.steering",
-            "isb.runs",
-        )
-    }
-    cells: dict[str, Callable[..., Any]] = {}
-
-    def cell(name: str, family: str, backend: str):
-        assert (family, backend) == ("llama", "clearbox")
-        return lambda function: cells.setdefault(name, function)
-
-    registry = modules["isb.methodologies.registry"]
-    registry.cell, registry.Unsupported, registry.cells = cell, RuntimeError, cells
-    modules["isb.methodologies.steering"]._resolve_token = lambda _tokenizer, _text: (
-        TARGET
-    )
-    modules["isb.backends.base"].Backend = object
-    worker = modules["isb.jobs.worker"]
-    worker.merge_requirements = lambda wanted, given: {**wanted, **given}
-    worker.options = dict
-    modules["isb.runs"].EngineConfig = modules["isb.runs"].RunConfig = SimpleNamespace
-    return modules
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        f"nnbench_{name}", FOLDER / f"{name}.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up their module.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def bench(model: Path) -> Iterator[SimpleNamespace]:
-    modules = stand_ins()
+    modules = stand_ins.modules(TARGET)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
-        loaded("cells")
-        backend = loaded("backend").ClearboxBackend(
+        stand_ins.loaded("cells")
+        backend = stand_ins.loaded("backend").ClearboxBackend(
             dtype="float32",
             enforce_eager=True,
             max_model_len=64,

@@ -139,7 +139,7 @@ def _sent(tensor: Any) -> dict[str, Any]:
     return {
         "dtype": str(plain.dtype).removeprefix("torch."),
         "shape": list(plain.shape),
-        "data": plain.view(torch.uint8).numpy().tobytes(),
+        "data": plain.view(torch.uint8).numpy().ravel().data,
     }
 
 
