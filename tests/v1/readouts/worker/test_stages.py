@@ -121,6 +121,14 @@ def test_results_arrive_as_they_were(dtype: torch.dtype) -> None:
     assert (first.count, first.req_id, first.readout.taps) == (3, "a", TAPS[:1])
 
 
+def test_a_norms_staged_taps_are_those_of_its_stage() -> None:
+    taps = (1, "b"), (2, "aa")
+    norm = Readout("r", "norm", taps, (), alone=taps[:1])
+    message = StageMessage(results=[JobResult([entry("a", norm, 0)], 0, {})])
+    (found,) = passed_on(message).results
+    assert found.entries[0].readout.staged == norm.staged == (*taps, (1, "aa"))
+
+
 def rows_of(taps: tuple[Any, ...], reduced: bool) -> JobResult:
     """Rows whose values are their layers, and those of their hook points."""
     one = Entry("a", Readout("r", "rows", taps, ()), 4, 2, 0, no_rows(2, 0), reduced)

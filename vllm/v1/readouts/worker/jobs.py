@@ -104,7 +104,8 @@ def rows_at(
                 firsts += range(row, row + own.each)
                 steps += [own.each] * own.each
             else:
-                yield start, np.outer(np.arange(stop - start), steps) + firsts
+                rows = np.outer(np.arange(stop - start), np.array(steps, np.int64))
+                yield start, rows + np.array(firsts, np.int64)
 
 
 def steps_until_change(ranges: Spans, position: int) -> int:

@@ -146,13 +146,14 @@ Joined: TypeAlias = Mapping[str, tuple[Readout, JobKey]]
 def _sent(entry: Entry, shift: int) -> tuple[Any, ...]:
     """An entry without the content of its readout."""
     one, start = entry.readout, entry.start + shift
-    own = one.name, one.kind, one.taps
+    own = one.name, one.kind, one.taps, one.alone
     return entry.req_id, *own, start, entry.count, entry.first, entry.reduced
 
 
 def _restored(sent: tuple[Any, ...]) -> Entry:
-    req_id, name, kind, taps, start, count, first, reduced = sent
-    readout, rows = Readout(name, kind, taps, ()), no_rows(count, len(taps))
+    req_id, name, kind, taps, alone, start, count, first, reduced = sent
+    readout = Readout(name, kind, taps, (), alone=alone)
+    rows = no_rows(count, len(taps))
     return Entry(req_id, readout, start, count, first, rows, reduced)
 
 
