@@ -2,6 +2,7 @@
 """A worker's capture: the steps are drawn."""
 
 import queue
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.v1.capture.transport.zmq_channel import EndMessage, ResultMessage
+from vllm.v1.capture.worker.worker import SWITCH_SECONDS
 from vllm.v1.residual.step_view import StepView
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -79,6 +81,17 @@ def test_what_taps_read_is_aligned_so_that_compiled_code_copies_nothing(
 ) -> None:
     for tap in TAPS:
         assert not any(t.data_ptr() % ALIGNMENT for t in bench.worker.tensors(tap))
+
+
+def test_other_threads_do_not_keep_the_interpreter_from_the_engines() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for given, expected in ((0.005, SWITCH_SECONDS), (0.0001, 0.0001)):
+            sys.setswitchinterval(given)
+            Bench().close()
+            assert sys.getswitchinterval() == pytest.approx(expected)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:
