@@ -255,16 +255,17 @@ class CaptureFrontend(NoCapture):
         if tracked.held:
             when_response_ends(partial(self._requests.abandon, parent))
         self._live.open(parent, plan, state.prompt_token_ids, params)
-        self._drivers.open(
-            state.request_id,
-            params.capture or {},
-            lambda: self._admission.context(
+        if params.capture:
+            self._drivers.open(
                 state.request_id,
-                plan.num_prompt_tokens,
-                params.max_tokens,
-                plan.num_samples,
-            ),
-        )
+                params.capture,
+                lambda: self._admission.context(
+                    state.request_id,
+                    plan.num_prompt_tokens,
+                    params.max_tokens,
+                    plan.num_samples,
+                ),
+            )
 
     def end_request(self, state: "RequestState", finish_reason: str) -> None:
         """Note the end of a sample for its client: a stop, its length or an abort."""

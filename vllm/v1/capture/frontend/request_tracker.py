@@ -128,7 +128,8 @@ class RequestTracker:
                 return None
             if tracked.complete():
                 self._forget(parent)
-                hold_until_sent(self.held, tracked.held)
+                if tracked.held:
+                    hold_until_sent(self.held, tracked.held)
             return tracked.merged(request_id)
 
     def named(self, client_id: str) -> str | None:

@@ -72,5 +72,5 @@ def hold_until_sent(held: HeldBytes, sizes: Mapping[str, int]) -> None:
     Outside of a response nothing is counted.
     """
     key = object()
-    if sizes and when_response_ends(lambda: held.drop(key)):
+    if when_response_ends(lambda: held.drop(key)):
         held.put(key, "unsent", sizes)
