@@ -21,7 +21,7 @@ from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.worker.offload import Offload
 from vllm.v1.capture.worker.worker import WorkerCapture
 from vllm.v1.readouts import results
-from vllm.v1.readouts.core.scheduler import ReadoutScheduling
+from vllm.v1.readouts.core import scheduler
 from vllm.v1.readouts.worker import operations, worker
 from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.pending import PendingReadouts
@@ -85,7 +85,7 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "jobs": (worker, "make_job_set", "read"),
     "results on the host": (worker, "_on_host", "read"),
     "results of a step": (PendingReadouts, "collect", "read"),
-    "results in the scheduler": (ReadoutScheduling, "_take", "read"),
+    "results in the scheduler": (scheduler._State, "counting", "read"),
     "results of a request": (results, "_joined", "read"),
     "beginning of readouts": (worker.WorkerReadouts, "add_request", "read"),
     "steering's plan": (WorkerSteering, "plan_step", "steered"),

@@ -125,16 +125,16 @@ class ReadoutScheduling:
         try:
             parts = state.counting(found, request, num_tokens, len(tokens))
             left, fired = self._ended(request, state, parts, tokens)
+            if left is not None:
+                parts = [part for one in parts for part in _below(one, left)]
+                tokens = tokens[: left - request.num_tokens]
         except Exception as error:
             logger.exception("The readouts of %s failed", request.request_id)
-            start, left, fired = request.num_tokens - num_tokens, None, ""
+            start, fired = request.num_tokens - num_tokens, ""
             parts = [
                 ReadoutPart(name, start, num_tokens, {}, error=described(error))
                 for name in state.by_name
             ]
-        if left is not None:
-            parts = [part for one in parts for part in _below(one, left)]
-            tokens = tokens[: left - request.num_tokens]
         vars(request).setdefault(_PARTS, []).extend(parts)
         return ReadOut(tokens, fired)
 
