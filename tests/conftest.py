@@ -151,6 +151,24 @@ def pytest_runtestloop() -> Iterator[object]:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Iterator[None]:
+    """Stop a session's engine after the last of its tests, which are consecutive.
+
+    Beside an engine without experts in a process none with experts can start.
+    """
+    yield
+    shared = _shared_fixture(item)
+    if shared is None or shared.scope != "session":
+        return
+    following = None if nextitem is None else _shared_with_others(nextitem)
+    is_over = following != _shared_with_others(item)
+    if is_over and inspect.isgeneratorfunction(shared.func):
+        shared.finish(item._request)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
     """Escape captured text that is not valid Unicode: processes send it as UTF-8."""
     report = yield
@@ -189,28 +207,36 @@ def pytest_collection_modifyitems(
 
 
 def _shared_with_others(item: pytest.Item) -> str | None:
-    """The first fixture of wide scope that a test uses, with its parameter.
+    """The fixture that a test shares, with its parameter.
 
-    Rather one with an end, such as an engine that is stopped after its last test. Each
-    value of a parameter has an engine of its own.
+    Each value of a parameter has an engine of its own.
+    """
+    fixture = _shared_fixture(item)
+    if fixture is None:
+        return None
+    chosen = item.callspec.indices if hasattr(item, "callspec") else {}
+    name = fixture.argname
+    return f"{fixture.baseid}:{name}:{chosen.get(name, 0)}"
+
+
+def _shared_fixture(item: pytest.Item) -> Any:
+    """The first fixture of wide scope that a test uses; None if there is none.
+
+    Rather one with an end, such as an engine that is stopped after its last test.
     """
     if not isinstance(item, pytest.Function):
         return None
     used = item._fixtureinfo.name2fixturedefs
     # Fixtures of the widest scope come first.
     wide = [
-        (fixture, name)
+        fixture
         for name in item.fixturenames
         if name in used
         and (fixture := used[name][-1]).scope != "function"
         and fixture.baseid.startswith("tests")
     ]
-    ended = [one for one in wide if inspect.isgeneratorfunction(one[0].func)]
-    if not wide:
-        return None
-    fixture, name = (ended or wide)[0]
-    chosen = item.callspec.indices if hasattr(item, "callspec") else {}
-    return f"{fixture.baseid}:{name}:{chosen.get(name, 0)}"
+    ended = [one for one in wide if inspect.isgeneratorfunction(one.func)]
+    return next(iter(ended or wide), None)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
