@@ -166,7 +166,6 @@ def pytest_runtest_teardown(
     is_over = following != _shared_with_others(item)
     if is_over and inspect.isgeneratorfunction(shared.func):
         shared.finish(item._request)
-        gc.collect()  # Its finalizer would end the groups of the next one.
 
 
 @pytest.hookimpl(wrapper=True)

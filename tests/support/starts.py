@@ -4,6 +4,7 @@
 import gc
 import sys
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -29,3 +30,13 @@ def shorten(patch: pytest.MonkeyPatch) -> None:
     if registry := sys.modules.get("vllm.model_executor.models.registry"):
         # It inspects each class of models in a new process.
         patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+    if clients := sys.modules.get("vllm.v1.engine.core_client"):
+        begin = clients.InprocClient.__init__
+
+        def begin_alone(*arguments: Any, **options: Any) -> None:
+            # The finalizer of an engine that nobody stopped would end the groups of
+            # this one.
+            gc.collect()
+            begin(*arguments, **options)
+
+        patch.setattr(clients.InprocClient, "__init__", begin_alone)
