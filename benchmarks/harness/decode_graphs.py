@@ -295,7 +295,8 @@ def cases(runner, batches):  # type: ignore[no-untyped-def]
     starts, and those recorded after enough steps could have used them.
     """
     capture, steering = runner.residual._capture, runner.residual.steering
-    taps = sorted((capture or steering).addresses)
+    # Without the places behind interventions, which have nothing to steer.
+    taps = sorted(tap for tap in (capture or steering).addresses if "." not in tap[1])
     layers = sorted({layer for layer, _ in taps})
     one = [(layers[len(layers) // 2], "post_block")]
     behind = [tap for tap in taps if tap[1] == "post_block"]
