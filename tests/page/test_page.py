@@ -244,6 +244,8 @@ def test_the_server_is_shown_live(tab: Any) -> None:
 
 def test_a_sweep_fills_the_map_and_a_cell_is_completed(tab: Any) -> None:
     corrupt = PROMPT.replace("garden", "old market")  # Some positions have no cells.
+    show(tab, view="patch", clean=PROMPT)
+    tab.wait_for_selector("button:disabled:has-text('Sweep')")
     show(tab, view="patch", clean=PROMPT, corrupt=corrupt, answer=" She")
     tab.click("button:has-text('Sweep')")
     tab.wait_for_selector("button:has-text('Sweep')")
@@ -255,9 +257,15 @@ def test_a_sweep_fills_the_map_and_a_cell_is_completed(tab: Any) -> None:
     tab.keyboard.press("ArrowDown")
     tab.keyboard.press("Enter")
     tab.wait_for_selector("h3:text-is('Completion with this cell patched')")
+    assert "␣" not in tab.inner_text("main .text")
     assert tab.locator("main .problem").count() == 0
     tab.wait_for_timeout(400)
     assert "cell=%5B1%2C0%5D" in tab.url
+    cells = tab.locator("[aria-label^='Patching map']")
+    box = cells.bounding_box()
+    cells.hover(position={"x": box["width"] - 5, "y": box["height"] - 5})
+    last = LAYERS[model_of(tab)] - 1
+    tab.wait_for_selector(f".reading >> text=/^layer {last}, position/")
 
 
 def test_a_head_of_attention_its_score_and_its_ablation(tab: Any) -> None:

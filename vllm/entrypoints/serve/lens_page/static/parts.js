@@ -33,8 +33,9 @@ export function Problem({ error }) {
 }
 
 export function Needs({ what, flags, reason }) {
+  const options = `--enable-lens-page ${flags}`.split(/ (?=--)/);
   return html`<div class="needs" role="note"><p>This server has no ${what}. Start it with:</p>
-    <pre>vllm serve … --enable-lens-page ${flags}</pre>${reason && html`<p>${reason}</p>`}</div>`;
+    <pre>vllm serve …${options.map((one) => html` <span class="whole">${one}</span>`)}</pre>${reason && html`<p>${reason}</p>`}</div>`;
 }
 
 export function Choice({ label, value, options, onChange }) {
@@ -69,7 +70,8 @@ export function PromptBox({ state, update, onRun, rows = 3 }) {
     </div>
     ${chat && html`<label>System <input type="text" value=${state.system ?? ""} onInput=${change("system")} /></label>`}
     <label class="block">${chat ? "Message" : "Prompt"}
-      <textarea rows=${rows} value=${state.prompt ?? ""} onInput=${change("prompt")} onKeyDown=${key}></textarea></label>
+      <textarea rows=${rows} value=${state.prompt ?? ""}
+        placeholder=${onRun ? "Type a text; Ctrl+Enter generates." : "Type a text."} onInput=${change("prompt")} onKeyDown=${key}></textarea></label>
   </div>`;
 }
 

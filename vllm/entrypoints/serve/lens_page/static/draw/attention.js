@@ -22,12 +22,13 @@ export function HeadText({ tokens, weights, head, at, back, onAt, onBack }) {
     if (found !== undefined) setBelow(Number(found));
   };
   return html`<section><h3>Head ${head}</h3>
-    <label><input type="checkbox" checked=${back} onChange=${(e) => onBack(e.target.checked)} /> who looks at the token</label>
+    <label><input type="checkbox" checked=${back} onChange=${(e) => onBack(e.target.checked)} /> who looks at the token, instead of where it looks</label>
     <${TokenText} tokens=${tokens} values=${values} range=${rangeOf(values)} chosen=${place} onPick=${onAt}
       onHover=${hover} name="attention" label="Text; point at a token to see where it looks" />
     <${Heatmap} rows=${pattern.length} columns=${tokens.length} value=${(q, k) => pattern[q][k] ?? NaN}
       version=${head} range=${WHOLE} cell=${Math.max(2, Math.min(26, Math.floor(760 / tokens.length)))} rowName=${(q) => `from ${q} ${visible(tokens[q].text)}`}
-      columnName=${(k) => `to ${k} ${visible(tokens[k].text)}`} label=${`Attention of head ${head}`} /></section>`;
+      columnName=${(k) => `to ${k} ${visible(tokens[k].text)}`} rowLabel=${(q) => visible(tokens[q].text)}
+      columnLabel=${(k) => visible(tokens[k].text)} label=${`Attention of head ${head}`} /></section>`;
 }
 
 function pooled(pattern, each) {
@@ -77,5 +78,5 @@ export function HeadGrid({ scores, name, version, onPick }) {
   const columns = Math.max(0, ...scores.map((line) => line?.length ?? 0));
   return html`<${Heatmap} rows=${scores.length} columns=${columns} cell=${24} version=${version}
     value=${(layer, head) => scores[layer]?.[head] ?? NaN} rowName=${(layer) => `layer ${layer}`}
-    columnName=${(head) => `head ${head}`} onPick=${onPick} label=${`Heads by their score ${name}`} />`;
+    columnName=${(head) => `head ${head}`} rowLabel=${(layer) => `L${layer}`} columnLabel=${(head) => `head ${head}`} onPick=${onPick} label=${`Heads by their score ${name}`} />`;
 }

@@ -3,25 +3,29 @@
 import { html, useEffect, useRef, useState } from "../vendor/preact-htm.js";
 import { rangeOf, short, tint } from "./tint.js";
 
-const LABEL = 46;
+const LABEL = 64; // Pixels for names of rows on the left, and of columns above.
+const LETTERS = 9;
+const LEGIBLE = 12; // The least pixels of a cell for a name of its own.
 
-// `value(row, column)` is a number, or NaN where there is none yet.
+// `value(row, column)` is a number, or NaN where there is none yet. `rowLabel` and
+// `columnLabel` give names that are drawn beside the map.
 export function Heatmap(props) {
   const { rows, columns, value, rowName, columnName, label, onPick, picked, version } = props;
   const canvas = useRef();
   const [at, setAt] = useState(null);
   const cell = props.cell ?? Math.max(6, Math.min(26, Math.floor(760 / Math.max(1, columns))));
   const margin = props.plain ? 0 : LABEL;
+  const above = props.columnLabel && cell >= LEGIBLE ? LABEL : 0;
   const width = margin + columns * cell;
-  const height = rows * cell;
+  const height = above + rows * cell;
   useEffect(() => {
-    draw(canvas.current, { ...props, cell, margin, width, height, at });
+    draw(canvas.current, { ...props, cell, margin, above, width, height, at });
   }, [rows, columns, value, version, cell, at, picked?.[0], picked?.[1]]);
 
   const find = (event) => {
     const box = canvas.current.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left - margin) / cell);
-    const row = Math.floor((event.clientY - box.top) / cell);
+    const row = Math.floor((event.clientY - box.top - above) / cell);
     return row >= 0 && row < rows && column >= 0 && column < columns ? [row, column] : null;
   };
   const move = (event) => {
@@ -52,7 +56,7 @@ function clip(number, count) {
   return Math.max(0, Math.min(count - 1, number));
 }
 
-function draw(canvas, { rows, columns, value, cell, margin, width, height, at, picked, range, rowLabel, zero }) {
+function draw(canvas, { rows, columns, value, cell, margin, above, width, height, at, picked, range, rowLabel, columnLabel, zero }) {
   const scale = devicePixelRatio || 1;
   canvas.width = Math.max(1, width * scale);
   canvas.height = Math.max(1, height * scale);
@@ -68,22 +72,34 @@ function draw(canvas, { rows, columns, value, cell, margin, width, height, at, p
     for (let column = 0; column < columns; column++) {
       const number = value(row, column);
       pen.fillStyle = Number.isFinite(number) ? tint(number - base, used) : "rgba(128,128,128,.12)";
-      pen.fillRect(margin + column * cell, row * cell, cell - gap, cell - gap);
+      pen.fillRect(margin + column * cell, above + row * cell, cell - gap, cell - gap);
     }
   }
   pen.strokeStyle = style.color;
   for (const mark of [at, picked]) {
-    if (mark) pen.strokeRect(margin + mark[1] * cell + 0.5, mark[0] * cell + 0.5, cell - 1, cell - 1);
+    if (mark) pen.strokeRect(margin + mark[1] * cell + 0.5, above + mark[0] * cell + 0.5, cell - 1, cell - 1);
   }
   if (!margin) return;
   pen.fillStyle = style.color;
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "right";
   pen.textBaseline = "middle";
-  const every = Math.ceil(12 / cell);
+  const every = Math.ceil(LEGIBLE / cell);
   for (let row = 0; row < rows; row += every) {
-    pen.fillText(rowLabel?.(row) ?? row, margin - 6, row * cell + cell / 2, margin - 6);
+    pen.fillText(cut(rowLabel?.(row) ?? row), margin - 6, above + row * cell + cell / 2, margin - 6);
   }
+  if (!above) return;
+  pen.textAlign = "left";
+  pen.translate(margin, above - 6);
+  pen.rotate(-Math.PI / 2);
+  for (let column = 0; column < columns; column++) {
+    pen.fillText(cut(columnLabel(column)), 0, column * cell + cell / 2, above - 6);
+  }
+}
+
+function cut(name) {
+  const letters = [...String(name)];
+  return letters.length > LETTERS ? letters.slice(0, LETTERS - 1).join("") + "…" : letters.join("");
 }
 
 // Around `zero` both colours have one scale.

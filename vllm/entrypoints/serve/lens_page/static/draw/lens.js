@@ -5,7 +5,10 @@ import { percent, tint, visible } from "./tint.js";
 
 const COLOURS = ["#d9730d", "#2f7de1", "#2e9e5b", "#b04ad8", "#c93a4b", "#8a7b1f"];
 const FULL = [0, 1];
-const WHOLE_STEPS = [1, 2, 5, 10, 20, 50]; // There is no layer 1.5.
+// There is no layer 1.5, and no half request.
+const WHOLE_STEPS = Array.from({ length: 21 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3));
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300];
+const clock = (time) => (Number.isFinite(time) ? new Date(time * 1000).toLocaleTimeString([], { hour12: false }) : "–");
 
 // `lens` has taps, token_ids and logprobs [taps, top_k]; pinned: [{id, logprobs [taps]}].
 export function LensTable({ lens, textOf, pinned = [], onPin }) {
@@ -41,7 +44,8 @@ export function PinnedLines({ lens, pinned, textOf, onPin }) {
   </section>`;
 }
 
-// A line chart of uPlot, drawn anew when its series change.
+// A line chart of uPlot, drawn anew when its series change. No value is below 0; over
+// `time` they are counts and rates.
 export function Lines({ x, series, label, time = false, height = 200 }) {
   const place = useRef();
   const plot = useRef();
@@ -53,9 +57,12 @@ export function Lines({ x, series, label, time = false, height = 200 }) {
     const width = Math.max(240, place.current.clientWidth);
     plot.current = new globalThis.uPlot(
       {
-        width, height, cursor: { drag: { x: false } }, scales: { x: { time } },
-        axes: [time ? axis : { ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 56 }],
-        series: [{ label: time ? "time" : "layer" }, ...series.map((one) => ({
+        width, height, cursor: { drag: { x: false } }, scales: { x: { time }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.05 : 1] } },
+        axes: [
+          time ? { ...axis, incrs: SECONDS, space: 90, values: (_, times) => times.map(clock) } : { ...axis, incrs: WHOLE_STEPS },
+          { ...axis, size: 56, ...(time ? { incrs: WHOLE_STEPS } : {}) },
+        ],
+        series: [time ? { label: "time", value: (_, at) => clock(at) } : { label: "layer" }, ...series.map((one) => ({
           label: one.label, stroke: one.colour, width: 2, points: { show: !time },
         }))],
       },

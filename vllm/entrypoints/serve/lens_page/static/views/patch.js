@@ -4,7 +4,6 @@ import { html, useEffect, useRef, useState } from "../vendor/preact-htm.js";
 import { Choice, Copy, Needs, Problem, complete, hooksOf, useWork } from "../parts.js";
 import { events } from "../api.js";
 import { PatchMap } from "../draw/patch.js";
-import { visible } from "../draw/tint.js";
 
 const METRICS = ["logprob", "logit_diff", "recovered", "kl"];
 const HEADS = new Set(["q", "k", "v", "z"]);
@@ -100,7 +99,8 @@ export function Patch({ model, facts, state, update }) {
       ${field("answer", "Answer token")}${field("foil", "Foil token")}
       <${Choice} label="Point" value=${hook} options=${names} onChange=${(point) => update({ point })} />
       <${Choice} label="Metric" value=${request.body.metric} options=${METRICS} onChange=${(metric) => update({ metric })} />
-      <button type="button" class="main" onClick=${busy ? stop : start}>${busy ? "Stop" : "Sweep"}</button></div>
+      <button type="button" class="main" disabled=${!busy && !(state.clean && state.corrupt)}
+        onClick=${busy ? stop : start}>${busy ? "Stop" : "Sweep"}</button></div>
     <p class="note">Tokens usually begin with a space: “ Paris”.</p>
     <${Problem} error=${error} />
     ${sweep && html`<progress max=${total} value=${sweep.ended ? total : sweep.done}
@@ -111,6 +111,6 @@ export function Patch({ model, facts, state, update }) {
         <ul>${sweep.errors.slice(0, 50).map((one) => html`<li key=${one}>${one}</li>`)}</ul></details>`}`}
     <${Problem} error=${looking.error} />
     ${cell?.text !== undefined && html`<section aria-live="polite"><h3>Completion with this cell patched</h3>
-      <p class="word">${visible(cell.text)}</p></section>`}
+      <p class="text">${cell.text}</p></section>`}
     <${Copy} request=${cell ?? request} /></div>`;
 }

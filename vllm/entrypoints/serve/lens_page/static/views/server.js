@@ -74,7 +74,7 @@ export function Server({ model, facts }) {
       <${Tree} name="Named vectors" value=${shown.modules.modules ?? shown.modules} />
       <section><h3>Counters</h3><div class="wide"><table class="counters"><tbody>${[...shown.found].filter(([name]) => OURS.test(name)
         && !/_(bucket|created)$/.test(name)).map(([name, value]) => html`<tr key=${name}><th scope="row">${name}</th>
-        <td>${short(value)}</td></tr>`)}</tbody></table></div></section>`}
+        <td>${Number.isInteger(value) ? value.toLocaleString() : short(value)}</td></tr>`)}</tbody></table></div></section>`}
     <${Copy} request=${{ path: "/v1/capture", model }} /></div>`;
 }
 
@@ -93,7 +93,7 @@ function Consumers({ capture }) {
 }
 
 function entries(found) {
-  return Object.entries(found ?? {}).map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ") || "none yet";
+  return Object.entries(found ?? {}).filter(([, value]) => value !== 0).map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ") || "none yet";
 }
 
 function Tree({ name, value }) {

@@ -86,9 +86,9 @@ export function Write({ model, facts, state, update }) {
     <${Problem} error=${error ?? reading.error ?? unread} /><${Problem} error=${note} />
     <${TokenText} tokens=${tokens} values=${values} range=${range.current} chosen=${state.token ?? -1} prompt=${prompt}
       name=${label} stamp=${stampOf(shown.current)} onPick=${(token) => update({ token })} />
-    <p class="note" data-first=${first}>${tokens.length} tokens${finish ? `; ended by ${finish}` : ""}${
+    <p class="note" data-first=${first} hidden=${!tokens.length}>${tokens.length} tokens${finish ? `; ended by ${finish}` : ""}${
       Number.isFinite(first) ? `; first token after ${Math.round(first)} ms` : ""}</p>
-    <${Details} token=${tokens[state.token]} place=${state.token} value=${values[state.token]} label=${label} update=${update} />
+    <${Details} any=${tokens.length > 0} token=${tokens[state.token]} place=${state.token} value=${values[state.token]} label=${label} update=${update} />
     <${Copy} request=${request} /></div>`;
 }
 
@@ -114,8 +114,8 @@ async function tintAll(model, mine, readout, signal, onFrame, end = mine.tokens.
   onFrame();
 }
 
-function Details({ token, place, value, label, update }) {
-  if (!token) return html`<p class="note">Choose a token for its details.</p>`;
+function Details({ any, token, place, value, label, update }) {
+  if (!token) return any && html`<p class="note">Choose a token for its details.</p>`;
   const top = [...(token.top ?? [])].sort((a, b) => b[1] - a[1]);
   return html`<section class="details"><h3>Token ${place}: <span class="word">${visible(token.text)}</span></h3>
     <p>id ${token.id}${Number.isFinite(token.logprob) ? `, probability ${percent(token.logprob)}` : ""}${
