@@ -114,3 +114,4 @@ def test_an_sae_reads_what_it_reads_in_saelens(kind: str, tmp_path: Path) -> Non
         torch.testing.assert_close(
             rows, expected, rtol=1e-4, atol=1e-4, msg=lambda m, at=name: at + m
         )
+    engine.llm_engine.engine_core.shutdown()

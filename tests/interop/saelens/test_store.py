@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SAELens' store and training runner with a served model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> ServedModel:
+def model(folder: Path) -> Iterator[ServedModel]:
     options = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True}
-    return ServedModel(LLM(str(folder), capture_consumers=["inline"], **options))
+    llm = LLM(str(folder), capture_consumers=["inline"], **options)
+    yield ServedModel(llm)
+    llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -85,3 +85,4 @@ def test_rows_under_the_librarys_names_are_its_own(kind: str, tmp_path: Path) ->
         torch.testing.assert_close(
             rows, cache[name][0], rtol=1e-4, atol=1e-4, msg=lambda m, at=name: at + m
         )
+    engine.llm_engine.engine_core.shutdown()
