@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.programs import run
+from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.program import (
     GATE_COLUMNS,
     NEVER,
@@ -540,3 +541,24 @@ def test_ranks_that_share_tokens_read_the_rows_of_the_step(
         part = found[first : first + 3]
         launch(part, part, None, index, rows[first:], gates[first:], first=first)
     assert torch.equal(found, matrix[2:])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("width", [8, 100])
+def test_additions_of_one_and_of_two_tables(count: int, width: int) -> None:
+    """Rows of small steps, and the loop over wide ones, as PyTorch adds them."""
+    tokens, target = 5, torch.randn(5, width, device=DEVICE)
+    tables = [torch.randn(4, width, device=DEVICE) for _ in range(count)]
+    for table in tables:
+        table[0] = 0.0
+    rows = [torch.tensor([0, 1, 3, 0, 2, 9]), torch.tensor([0, 0, 1, 2, 3, 9])]
+    additions = [(t, r.int().to(DEVICE)) for t, r in zip(tables, rows)]
+    expected, wide = target.clone(), target.clone()
+    for table, row in additions:
+        expected += table[row[:tokens].long()]
+        sizes = wide.stride(0), table.stride(0), width
+        loop = {"BLOCK": 64, "launch_pdl": False}
+        steer_op._steer_rows_kernel[(tokens,)](wide, table, row, *sizes, **loop)
+    steer_op._launch_short(target, additions[0], additions[-1])
+    assert torch.equal(target, expected)
+    assert torch.equal(wide, expected)
