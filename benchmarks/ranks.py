@@ -71,7 +71,7 @@ def fields_by_case(model: str) -> dict[str, Callable[[int], Fields]]:
         return {"capture": {"inline": spec}}
 
     def steers(number: int, chosen: range, **entry: Any) -> Fields:
-        vector = vectors[number % VECTORS].tolist()
+        vector = vectors[number % VECTORS]
         at = {str(layer): {"vector": vector, **entry} for layer in chosen}
         return {"steering_vectors": {"post_block": at}}
 
