@@ -3,7 +3,6 @@
 
 import base64
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +18,6 @@ from vllm.v1.capture.consumers.storage.options import Options
 from vllm.v1.capture.consumers.storage.params import StorageParams
 from vllm.v1.capture.consumers.storage.sink import StorageSink
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
-from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 from vllm.v1.residual.plugin_errors import described
 
@@ -42,91 +40,36 @@ class ActivationFilesConsumer(StorageSink):
     """
 
     reads_client_spec: ClassVar[bool] = False
-    remembers_specs: ClassVar[bool] = False
     metrics_key: ClassVar[str] = "activation_manifest"
 
     def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
-        self._files = _Files.parse(params, vllm_config)
+        values = parsed(params, vllm_config)
+        chosen = {n: values[n] for n in Encoding.__slots__ if n in values}
+        self._encoding = Encoding(**{"mode": "rp8", **chosen})
+        self._return_mode = values.get("return_mode", "metadata")
+        parallel = None if vllm_config is None else vllm_config.parallel_config
+        self._world_size = 1 if parallel is None else parallel.tensor_parallel_size
+        self._encoder: DeviceEncoder | None = None
+        """What has encoded the rows; None if they are whole."""
         shared = StorageParams(
-            root=self._files.root, global_hooks={HOOK: "all"}, global_positions="all"
+            root=values["root"], global_hooks={HOOK: "all"}, global_positions="all"
         )
-        super().__init__(NAME, vllm_config, shared, self._files)
+        super().__init__(NAME, vllm_config, shared)
 
     def row_encoder(
         self, width: int, dtype: torch.dtype, device: torch.device
     ) -> DeviceEncoder | None:
         """Encode rows on the device from now on, if fewer bytes then leave it."""
-        encoder = self._files.encode_on_device(width, dtype, device)
-        if encoder is not None:
+        self._encoder = DeviceEncoder.of(self._encoding, width, dtype, device)
+        if self._encoder is not None:
             logger.info(
                 "%s: rows of %d bytes are encoded on the device, and %d bytes of each "
                 "are copied to the host",
                 self._name,
                 width * dtype.itemsize,
-                encoder.width * encoder.dtype.itemsize,
+                self._encoder.width * self._encoder.dtype.itemsize,
             )
-        return encoder
-
-
-class _Files:
-    """Writes the files of finished requests."""
-
-    def __init__(
-        self, root: Path, encoding: Encoding, return_mode: str, world_size: int
-    ) -> None:
-        self.root = root
-        self._encoding = encoding
-        self._return_mode = return_mode
-        self._world_size = world_size
-        self._encoder: DeviceEncoder | None = None
-        """What has encoded the rows; None if they are whole."""
-
-    def encode_on_device(
-        self, width: int, dtype: torch.dtype, device: torch.device
-    ) -> DeviceEncoder | None:
-        """The encoder of rows `[n, width]`; None if the rows are to be whole."""
-        self._encoder = DeviceEncoder.of(self._encoding, width, dtype, device)
         return self._encoder
-
-    @classmethod
-    def parse(cls, raw: dict[str, Any], config: "VllmConfig | None") -> "_Files":
-        """Parse parameters that `variables.consumer_of` created.
-
-        Raises:
-            CaptureValidationError: the message names the parameter, the value and the
-                remedy.
-
-        """
-        numbers = ("rp_k", "topk_k", "hidden_size")
-        names = ("root", "mode", "rp_seed", "per_dim_scale", "return_mode", *numbers)
-        options = Options(WHERE, raw, names)
-        options.root("root", "VLLM_ACT_OUTDIR=/data/activations")
-        options.choice("mode", ("rp8", "full8", "topk8"))
-        options.choice("return_mode", ("metadata", "none", "compressed"))
-        options.boolean("per_dim_scale")
-        for name in numbers:
-            options.whole(name, optional=name == "hidden_size")
-        values = options.values
-        world_size = 1
-        if config is not None:
-            world_size = config.parallel_config.tensor_parallel_size
-            width = config.model_config.get_hidden_size()
-            if values.get("hidden_size", width) != width:
-                raise options.wrong(
-                    "hidden_size", values["hidden_size"], f"the model has {width}"
-                )
-            stages = config.parallel_config.pipeline_parallel_size
-            if stages > 1:
-                raise options.wrong(
-                    "root",
-                    raw["root"],
-                    f"the model has {stages} pipeline stages, and a manifest covers "
-                    "one; use --capture-consumers filesystem:root=DIR instead",
-                )
-        chosen = {n: values[n] for n in Encoding.__slots__ if n in values}
-        encoding = Encoding(**{"mode": "rp8", **chosen})
-        returned = values.get("return_mode", "metadata")
-        return cls(values["root"], encoding, returned, world_size)
 
     def publish(
         self,
@@ -154,10 +97,6 @@ class _Files:
         if self._return_mode != "none":
             results[0].payload = self._manifest(sidecar, name, folder, layers)
         request.settle(results)
-
-    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
-        """Return no tasks, because each request is written at once."""
-        return ()
 
     def _write(
         self,
@@ -218,6 +157,41 @@ class _Files:
             "output_dir": str(folder),
             "sequences": {str(sidecar["sample_index"]): sequence},
         }
+
+
+def parsed(raw: dict[str, Any], config: "VllmConfig | None") -> dict[str, Any]:
+    """Check parameters that `variables.consumer_of` created.
+
+    Raises:
+        CaptureValidationError: the message names the parameter, the value and the
+            remedy.
+
+    """
+    numbers = ("rp_k", "topk_k", "hidden_size")
+    names = ("root", "mode", "rp_seed", "per_dim_scale", "return_mode", *numbers)
+    options = Options(WHERE, raw, names)
+    options.root("root", "VLLM_ACT_OUTDIR=/data/activations")
+    options.choice("mode", ("rp8", "full8", "topk8"))
+    options.choice("return_mode", ("metadata", "none", "compressed"))
+    options.boolean("per_dim_scale")
+    for name in numbers:
+        options.whole(name, optional=name == "hidden_size")
+    values = options.values
+    if config is not None:
+        width = config.model_config.get_hidden_size()
+        if values.get("hidden_size", width) != width:
+            raise options.wrong(
+                "hidden_size", values["hidden_size"], f"the model has {width}"
+            )
+        stages = config.parallel_config.pipeline_parallel_size
+        if stages > 1:
+            raise options.wrong(
+                "root",
+                raw["root"],
+                f"the model has {stages} pipeline stages, and a manifest covers one; "
+                "use --capture-consumers filesystem:root=DIR instead",
+            )
+    return values
 
 
 def folder_name(sidecar: dict[str, Any]) -> str:

@@ -1,34 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ArrowConsumer`, which writes files that common data tools can open."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from vllm.v1.capture.consumers.arrow.params import ArrowParams
 from vllm.v1.capture.consumers.arrow.readouts import columns_of, is_readout
 from vllm.v1.capture.consumers.arrow.safetensors_file import write_safetensors
-from vllm.v1.capture.consumers.arrow.shard import Form, TableShard
+from vllm.v1.capture.consumers.arrow.shard import ArrowParams, Form, TableShard
+from vllm.v1.capture.consumers.storage.consumer import FilesConsumer
 from vllm.v1.capture.consumers.storage.files import (
     Workspace,
-    path_part,
     place_of,
     places_of,
 )
-from vllm.v1.capture.consumers.storage.shards import ShardSet
-from vllm.v1.capture.consumers.storage.sink import StorageSink
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
-from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.errors import fail
-from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureFinalize, CaptureSpec
-from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.point_shapes import width_at
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
-
-class ArrowConsumer(StorageSink):
+class ArrowConsumer(FilesConsumer):
     """Writes tables with a row per position, or one safetensors file per request.
 
     The columns are request id, layer, hook, position, token id and values; see
@@ -37,45 +27,21 @@ class ArrowConsumer(StorageSink):
     complete when the result is returned.
     """
 
-    reads_client_spec: ClassVar[bool] = True
-    remembers_specs: ClassVar[bool] = False
-    takes_readouts: ClassVar[bool] = True
+    params_class = ArrowParams
+    _params: ArrowParams
 
-    def __init__(self, vllm_config: "VllmConfig", params: dict[str, Any]) -> None:
-        self._params = parsed = ArrowParams.parse(params)
-        super().__init__("arrow", vllm_config, parsed, _Tables(parsed))
-
-    @classmethod
-    def check_params(cls, params: dict[str, Any]) -> None:
-        """As of `CaptureConsumer`."""
-        ArrowParams.parse(params)
-
-    def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        """Parse `hooks`, `positions`, `readouts`, `tag` and `request_id`.
-
-        Only `hooks` is required, or `readouts`, which only tables have.
-
-        Raises:
-            CaptureValidationError: names the parameter, the value and the remedy.
-
-        """
-        raw, where = plain(raw), f"capture.{self.instance_name or 'arrow'}"
-        spec = parse_spec(raw, ctx, where, ("request_id", "tag", "readouts"))
+    def _check(
+        self, raw: dict[str, Any], spec: CaptureSpec, ctx: CaptureContext, where: str
+    ) -> None:
+        """Refuse what the files have no columns for."""
         _check_widths(spec, ctx, f"{where}.hooks")
-        self._check_readouts(raw.get("readouts"), f"{where}.readouts")
-        for name in ("request_id", "tag"):
-            if raw.get(name) is not None:
-                path_part(raw[name], f"{where}.{name}")
-        return spec
-
-    def _check_readouts(self, given: Any, where: str) -> None:
-        """Refuse readouts if the files have no columns for them."""
+        given = raw.get("readouts")
         if given is not None and self._params.format == "safetensors":
             raise fail(
-                f"{where}: results of readouts are columns of tables, and this "
-                "consumer has format=safetensors; use one with format=parquet or ipc, "
-                "or leave them out",
-                where,
+                f"{where}.readouts: results of readouts are columns of tables, and "
+                "this consumer has format=safetensors; use one with format=parquet or "
+                "ipc, or leave them out",
+                f"{where}.readouts",
                 given,
             )
 
@@ -84,34 +50,6 @@ class ArrowConsumer(StorageSink):
         if self._params.format != "safetensors":
             return []
         return places_of(raw, request_id, num_samples, self._params.default_tag)
-
-
-def _check_widths(spec: CaptureSpec, ctx: CaptureContext, where: str) -> None:
-    """Refuse hook points of several widths: a file's rows are all equally wide."""
-    widths: dict[int, str] = {}
-    for hook, layers in spec.hooks.items():
-        for layer in layers:
-            tap = layer, str(hook)
-            width = width_at(ctx.point_shapes, ctx.hidden_size, tap, spec.heads)
-            widths.setdefault(width, f"{hook} of {layer}")
-    if len(widths) > 1:
-        said = ", ".join(f"{name} has {width}" for width, name in widths.items())
-        raise fail(
-            f"{where}: the rows of a request must be equally wide here, because one "
-            f"file has them all; {said} numbers. Capture them by requests of their "
-            "own, or by the consumer filesystem",
-            where,
-            [str(hook) for hook in spec.hooks],
-        )
-
-
-class _Tables:
-    """Writes requests to shared tables or to safetensors files."""
-
-    def __init__(self, params: ArrowParams) -> None:
-        self._params = params
-        self._tables = params.num_threads
-        self._shards: ShardSet[TableShard] = ShardSet(params.shard_max_bytes)
 
     def publish(
         self,
@@ -142,12 +80,27 @@ class _Tables:
                     described["hidden_size"],
                     tuple(described.get("heads", ())),
                 )
-                for number in range(self._tables)
+                for number in range(self._params.num_threads)
             ],
             lambda _: TableShard(self._params, workspace, tag, described, form),
             lambda shard: shard.append(request, name, finalizes),
         )
 
-    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
-        """Tasks that seal the tables that are due."""
-        return self._shards.due(now, closing, running)
+
+def _check_widths(spec: CaptureSpec, ctx: CaptureContext, where: str) -> None:
+    """Refuse hook points of several widths: a file's rows are all equally wide."""
+    widths: dict[int, str] = {}
+    for hook, layers in spec.hooks.items():
+        for layer in layers:
+            tap = layer, str(hook)
+            width = width_at(ctx.point_shapes, ctx.hidden_size, tap, spec.heads)
+            widths.setdefault(width, f"{hook} of {layer}")
+    if len(widths) > 1:
+        said = ", ".join(f"{name} has {width}" for width, name in widths.items())
+        raise fail(
+            f"{where}: the rows of a request must be equally wide here, because one "
+            f"file has them all; {said} numbers. Capture them by requests of their "
+            "own, or by the consumer filesystem",
+            where,
+            [str(hook) for hook in spec.hooks],
+        )

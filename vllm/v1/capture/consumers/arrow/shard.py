@@ -5,13 +5,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vllm.v1.capture.consumers.arrow.params import ArrowParams
 from vllm.v1.capture.consumers.arrow.readouts import (
     Column,
     Values,
@@ -22,6 +21,8 @@ from vllm.v1.capture.consumers.arrow.readouts import (
 from vllm.v1.capture.consumers.arrow.table import batch_of, schema_of
 from vllm.v1.capture.consumers.storage.codecs import in_batches
 from vllm.v1.capture.consumers.storage.files import Workspace, publish, sync
+from vllm.v1.capture.consumers.storage.options import Options
+from vllm.v1.capture.consumers.storage.params import StorageParams
 from vllm.v1.capture.consumers.storage.shards import Shard
 from vllm.v1.capture.consumers.storage.stored_request import (
     StoredRequest,
@@ -33,6 +34,34 @@ BATCH_BYTES = 16 << 20
 """Approximate size of a batch of rows."""
 
 _ENDINGS = {"parquet": "parquet", "ipc": "arrow"}
+
+ArrowFormat = Literal["parquet", "ipc", "safetensors"]
+FORMATS: tuple[ArrowFormat, ...] = ("parquet", "ipc", "safetensors")
+Bfloat16 = Literal["bits", "float32"]
+BFLOAT16: tuple[Bfloat16, ...] = ("bits", "float32")
+COMPRESSIONS = ("none", "zstd", "lz4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrowParams(StorageParams):
+    """The parameters in `--capture-consumers arrow:...`."""
+
+    kind: ClassVar[str] = "arrow"
+
+    format: ArrowFormat = "parquet"
+    """`parquet` or `ipc`: rows of many requests in one table per file.
+    `safetensors`: one file per request."""
+    compression: str = "none"
+    """Compression of tables: `none`, `zstd` or `lz4`; ignored for `safetensors`."""
+    bfloat16: Bfloat16 = "bits"
+    """How tables store bfloat16, which Arrow lacks: `bits`, one binary value per row,
+    or `float32`, a list of twice the size."""
+
+    @classmethod
+    def _check(cls, options: Options) -> None:
+        options.choice("format", FORMATS)
+        options.choice("compression", COMPRESSIONS)
+        options.choice("bfloat16", BFLOAT16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
-from zlib import crc32
+from typing import Any
 
 import torch
 
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder, parse_codec
-from vllm.v1.capture.consumers.storage.files import (
-    Workspace,
-    place_of,
-    publish_pair,
-    sole_writer,
-)
-from vllm.v1.capture.consumers.storage.shards import ShardKey, ShardSet
+from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder
+from vllm.v1.capture.consumers.storage.files import Workspace, publish_pair
 from vllm.v1.capture.consumers.storage.stored_request import (
     StoredRequest,
     results_of,
 )
-from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureFinalize, CaptureResult
 from vllm.v1.residual.native import Bytes
 from vllm.v1.residual.plugin_errors import described
@@ -248,66 +240,6 @@ def stage_suffix(sidecar: dict[str, Any], joint: str = "-") -> str:
     if sidecar["pipeline_parallel_size"] == 1:
         return ""
     return f"{joint}pp{sidecar['pipeline_parallel_rank']:02d}"
-
-
-NewShard: TypeAlias = Callable[[FilesystemParams, Workspace, str, str], Any]
-"""`new_shard(params, workspace, tag, name)`: opens a `FileShard`."""
-
-
-class Layouts:
-    """Writes each request in its own layout, or the consumer's; a `Publisher`."""
-
-    def __init__(self, params: FilesystemParams, new_shard: NewShard) -> None:
-        """Write to shards that `new_shard` opens."""
-        self._params = params
-        self._new_shard = new_shard
-        self._shards: ShardSet[Any] = ShardSet(params.shard_max_bytes)
-
-    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
-        """Tasks that seal the shards that are due."""
-        return self._shards.due(now, closing, running)
-
-    def publish(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        workspace: Workspace,
-    ) -> None:
-        """Write the rows of a request."""
-        sidecar = finalizes[0].sidecar
-        client = sidecar.get("client_spec") or {}
-        layout = client.get("layout") or self._params.default_layout
-        tag, name = place_of(sidecar, self._params.default_tag)
-        codec = parse_codec(
-            client.get("codec") or self._params.codec, "capture.filesystem.codec"
-        )
-        writing = Writing(self._params, workspace, tag, name, codec)
-        if layout == "sharded":
-            self._append(request, finalizes, writing)
-            return
-        folder = workspace.folder(tag, name)
-        write = write_packed if layout == "packed" else write_per_file
-        with sole_writer(folder):
-            write(request, finalizes, writing, folder)
-
-    def _append(
-        self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
-    ) -> None:
-        """Append the request to a shard, which settles it when it is sealed."""
-        shards = self._params.num_shards
-        first = crc32(request.request_id.encode())
-        prefix = f"shard{stage_suffix(finalizes[0].sidecar)}"
-
-        def new(key: ShardKey) -> Any:
-            name = f"{prefix}-{key[1]:03d}"
-            return self._new_shard(self._params, writing.workspace, writing.tag, name)
-
-        self._shards.add(
-            # A file system lets one thread at a time write to a file.
-            [(writing.tag, (first + n) % shards) for n in range(shards)],
-            new,
-            lambda shard: shard.append(request, finalizes, writing),
-        )
 
 
 def write_per_file(

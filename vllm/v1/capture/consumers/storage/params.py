@@ -42,6 +42,8 @@ class StorageParams:
     buffer_bytes: int | None = None
     """Maximum bytes of rows in memory, over all requests; more are spilled to disk.
     None: several of the largest requests, at most an eighth of the machine's memory."""
+    shard_max_bytes: int = 512 << 20
+    """Size in bytes at which a file that several requests share is sealed."""
     global_hooks: Any = None
     """What is captured of every request: hook point -> layer selector."""
     global_positions: Any = "last_prompt"

@@ -13,7 +13,6 @@ from time import monotonic
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
-from vllm.v1.capture.consumers.storage.threads import Task
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.residual.plugin_errors import described
 
@@ -87,6 +86,9 @@ class Shard(ABC):
 
 S = TypeVar("S", bound=Shard)
 
+Task: TypeAlias = Callable[[], None]
+"""What a writer thread does."""
+
 ShardKey: TypeAlias = tuple[Any, ...]
 """The tag, a number, and whatever else the requests of a shard must have in common."""
 
@@ -144,7 +146,14 @@ class ShardSet(Generic[S]):
             return shard
 
     def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
-        """Tasks that seal the shards that are due; see `Publisher.due`."""
+        """Tasks that seal the shards whose time has come; called many times a second.
+
+        Args:
+            now: monotonic time, in seconds.
+            closing: whether to seal all shards.
+            running: whether the consumer has requests that were not published.
+
+        """
         with self._lock:
             self._open = {k: one for k, one in self._open.items() if not one.sealed}
             shards = list(self._open.values())

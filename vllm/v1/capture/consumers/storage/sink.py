@@ -2,18 +2,21 @@
 """The base sink of consumers that write files: bounded memory, threads, deadlines."""
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Full, Queue
 from time import monotonic
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.storage.files import Workspace
 from vllm.v1.capture.consumers.storage.options import global_spec
 from vllm.v1.capture.consumers.storage.params import StorageParams
+from vllm.v1.capture.consumers.storage.shards import ShardSet, Task
 from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
-from vllm.v1.capture.consumers.storage.threads import Executor, MemoryBudget, Task
 from vllm.v1.capture.delivery.spill import RowFiles
 from vllm.v1.capture.groups import GroupChunk, GroupEnd, GroupSink
 from vllm.v1.capture.types import (
@@ -35,40 +38,6 @@ TICK_SECONDS = 0.02
 """Period of the clock thread."""
 
 
-class Publisher(Protocol):
-    """Writes the rows of ended requests to files, on the executor's threads."""
-
-    def publish(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        workspace: Workspace,
-    ) -> None:
-        """Write the rows of a request, and settle it now or when its shard is sealed.
-
-        Args:
-            request: the request.
-            finalizes: its keys that have not failed, at least one.
-            workspace: the consumer's root.
-
-        Raises:
-            OSError: nothing was written.
-
-        """
-        ...
-
-    def due(self, now: float, closing: bool, running: bool) -> Sequence[Task]:
-        """Tasks that seal shards whose time has come; called many times a second.
-
-        Args:
-            now: monotonic time, in seconds.
-            closing: whether to seal all shards.
-            running: whether the consumer has requests that were not published.
-
-        """
-        ...
-
-
 class StorageSink(GroupSink):
     """A `CaptureSink` that collects the rows of a request and then publishes them.
 
@@ -79,6 +48,7 @@ class StorageSink(GroupSink):
     location: Literal["worker", "driver"] = "worker"
     instance_name: str = ""
     """The name that requests use; set by the framework."""
+    remembers_specs: ClassVar[bool] = False
     truncates: ClassVar[bool] = True
     batches_steps: ClassVar[bool] = True
 
@@ -87,7 +57,6 @@ class StorageSink(GroupSink):
         name: str,
         vllm_config: "VllmConfig | None",
         params: StorageParams,
-        publisher: Publisher,
     ) -> None:
         self._name = name
         self._spec = global_spec(
@@ -96,7 +65,8 @@ class StorageSink(GroupSink):
             vllm_config,
             f"capture_consumers.{name}",
         )
-        self._publisher = publisher
+        self._shards: ShardSet[Any] = ShardSet(params.shard_max_bytes)
+        """Of files that several requests share."""
         self._num_threads, self._queue_size = params.num_threads, params.queue_size
         self._timeout = params.timeout_seconds
         self._budget = MemoryBudget(params.buffer(vllm_config))
@@ -121,6 +91,27 @@ class StorageSink(GroupSink):
     def global_capture_spec(self) -> CaptureSpec | None:
         """The spec of `global_hooks` and `global_positions`."""
         return self._spec
+
+    @abstractmethod
+    def publish(
+        self,
+        request: StoredRequest,
+        finalizes: list[CaptureFinalize],
+        workspace: Workspace,
+    ) -> None:
+        """Write the rows of a request, and settle it now or when its shard is sealed.
+
+        Called on the executor's threads.
+
+        Args:
+            request: the request.
+            finalizes: its keys that have not failed, at least one.
+            workspace: the consumer's root.
+
+        Raises:
+            OSError: nothing was written.
+
+        """
 
     # Rows, on the consumer's thread.
 
@@ -252,7 +243,7 @@ class StorageSink(GroupSink):
             if self._executor is None and request.finalizes:
                 request.settle_error(self._unusable or "there are no threads")
             elif finalizes := request.writable():
-                self._publisher.publish(request, finalizes, self._workspace)
+                self.publish(request, finalizes, self._workspace)
             else:  # All keys have failed, or are in other pipeline stages.
                 request.settle(())
         except Exception as error:
@@ -334,7 +325,7 @@ class StorageSink(GroupSink):
                     )
 
     def _complete_due(self, now: float, closing: bool, running: bool) -> None:
-        for task in self._publisher.due(now, closing, running):
+        for task in self._shards.due(now, closing, running):
             if self._executor is not None:
                 self._executor.put(task, 0.0)
 
@@ -382,3 +373,103 @@ class StorageSink(GroupSink):
             now = monotonic()
             self._complete_due(now, closing=not adding or now > late, running=adding)
             pending[0].settled.wait(min(TICK_SECONDS, deadline - monotonic()))
+
+
+class Executor:
+    """Daemon threads with a bounded queue; thread-safe.
+
+    Tasks are started in FIFO order. A thread is started with a task that waits, up to
+    `most_threads`.
+    """
+
+    def __init__(self, name: str, most_threads: int, queue_size: int) -> None:
+        """Start without threads.
+
+        Args:
+            name: prefix of the threads' names.
+            most_threads: maximum number of threads.
+            queue_size: maximum number of waiting tasks.
+
+        """
+        self._name = name
+        self._most_threads = most_threads
+        self._tasks: Queue[Task | None] = Queue(queue_size)
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def put(self, task: Task, timeout: float) -> bool:
+        """Queue `task`; False if the queue stays full for `timeout` seconds."""
+        try:
+            self._tasks.put(task, timeout=timeout)
+        except Full:
+            return False
+        with self._lock:
+            if len(self._threads) < self._most_threads and not self._tasks.empty():
+                name = f"{self._name}-{len(self._threads)}"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return True
+
+    def close(self, timeout: float) -> bool:
+        """Run the queued tasks and stop; False if that takes more than `timeout` s."""
+        deadline = monotonic() + timeout
+        for _ in self._threads:
+            with suppress(Full):
+                self._tasks.put(None, timeout=max(deadline - monotonic(), 0.0))
+        for thread in self._threads:
+            thread.join(max(deadline - monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:
+                # Tasks report their own failures; this is an unexpected one.
+                logger.exception("Writing captured rows failed")
+            # Free the rows that the task refers to before waiting for the next one.
+            del task
+
+
+class MemoryBudget:
+    """Counts the bytes of rows that one consumer holds in memory; thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._held = 0
+        self._stalled = False
+        self._changed = threading.Condition()
+
+    @property
+    def held(self) -> int:
+        """Bytes held now."""
+        return self._held
+
+    def add(self, size: int) -> None:
+        """Add `size` bytes, even if they exceed the limit."""
+        with self._changed:
+            self._held += size
+
+    def release(self, size: int, written: bool = True) -> None:
+        """Subtract `size` bytes, which were written or (`written=False`) discarded."""
+        with self._changed:
+            self._held -= size
+            self._stalled = self._stalled and not written
+            assert self._held >= 0, f"{-self._held} bytes were released twice"
+            self._changed.notify_all()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the held bytes are within the limit; False on a timeout.
+
+        After a wait has timed out, further ones return at once until something is
+        written, so that a stuck disk does not block the caller each time.
+        """
+        with self._changed:
+            if self._held <= self.limit:
+                return True
+            if self._stalled:
+                return False
+            fits = self._changed.wait_for(lambda: self._held <= self.limit, timeout)
+            self._stalled = not fits
+            return fits
