@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.check import run as check
 from vllm.interop.activation_capture import analysis, tools
-from vllm.interop.activation_capture.device import DeviceEncoder
+from vllm.interop.activation_capture.consumer import DeviceEncoder
 from vllm.interop.activation_capture.encoding import (
     Encoding,
     dequantize,
@@ -24,8 +24,8 @@ from vllm.interop.activation_capture.encoding import (
     restore,
 )
 from vllm.interop.activation_capture.variables import consumer_of
+from vllm.v1.capture.engine_args import consumers_of_variables
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.foreign_variables import consumers_of_variables
 from vllm.v1.capture.worker import offload
 from vllm.v1.residual.spans import OPEN_END
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fork.building.builder import Faulty, build_tree
-from fork.building.tree import MANIFEST
+from fork.building.builder import MANIFEST, Faulty, build_tree
 from fork.errors import BuildFailure
 from tests.fork._checkout import Mini
 
@@ -232,7 +231,7 @@ def test_an_update_that_was_cut_off_is_repaired(
         raise OSError("disk full")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fork.building.tree._place", fail)
+        patched.setattr("fork.building.builder._place", fail)
         with pytest.raises(OSError, match="disk full"):
             build_tree(mini.order(), mini.out)
     assert "count" in (mini.out / "vllm/engine.py").read_text()

@@ -24,7 +24,7 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.step_consumers import StepSpecs
 from vllm.v1.capture.registry import check_consumer
 from vllm.v1.capture.types import CaptureSpec
-from vllm.v1.residual.frontend.options import EngineOptions
+from vllm.v1.residual.frontend.engine_args import EngineOptions
 
 
 class Ready(CaptureConsumer):

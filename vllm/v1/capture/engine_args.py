@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `CaptureConfig` that is made from the options."""
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -18,7 +19,6 @@ from vllm.v1.capture.capabilities import (
     truncates,
 )
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.foreign_variables import consumers_of_variables
 from vllm.v1.capture.registry import (
     check_consumer,
     check_params,
@@ -30,6 +30,28 @@ from vllm.v1.residual.tap import AFTER, HOOK_NAMES, MLP_POINTS, OPTIONAL_POINTS
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SchedulerConfig
     from vllm.engine.arg_utils import EngineArgs
+
+
+SWITCH = "VLLM_ACT_CAPTURE"
+
+
+def consumers_of_variables(
+    environment: Mapping[str, str] = os.environ,
+) -> list[dict[str, Any]]:
+    """The consumers that the variables ask for, in the form of `capture_consumers`.
+
+    Raises:
+        CaptureValidationError: a variable is invalid; names it, its value and the
+            remedy.
+
+    """
+    if environment.get(SWITCH, "") in ("", "0"):
+        return []
+    from vllm.interop.activation_capture.variables import consumer_of
+
+    consumer = consumer_of(environment)
+    return [] if consumer is None else [consumer]
+
 
 logger = init_logger(__name__)
 

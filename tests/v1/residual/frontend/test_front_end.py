@@ -12,8 +12,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.residual import nonfinite_streams
-from vllm.v1.residual.frontend.front_end import NO_FRONT_END, FrontEnd
-from vllm.v1.residual.frontend.results import NO_RESULTS
+from vllm.v1.residual.frontend.front_end import NO_FRONT_END, NO_RESULTS, FrontEnd
 from vllm.v1.steering.core import refusals
 
 

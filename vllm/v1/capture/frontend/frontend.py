@@ -23,11 +23,10 @@ from vllm.v1.capture.frontend.inflight_limit import (
     RESULTS,
     InflightLimit,
 )
-from vllm.v1.capture.frontend.metrics import CaptureMetrics
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.portions import Portions
 from vllm.v1.capture.frontend.request_tracker import RequestTracker, ResultWaiter
-from vllm.v1.capture.frontend.status import CaptureStatus
+from vllm.v1.capture.frontend.status import CaptureMetrics, CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
 from vllm.v1.capture.frontend.unsent import when_response_ends
 from vllm.v1.capture.groups import GroupChunk

@@ -17,7 +17,7 @@ from vllm.v1.residual.core.messages import ModelFacts
 from vllm.v1.residual.core.scheduler import has_features
 from vllm.v1.steering.core import engine as steering
 from vllm.v1.steering.core import name_log, refusals
-from vllm.v1.steering.core.saes import uses_of
+from vllm.v1.steering.core.engine import uses_of
 from vllm.v1.steering.vector_cache import ReceivedVectors
 
 if TYPE_CHECKING:

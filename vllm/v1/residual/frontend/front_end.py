@@ -6,10 +6,12 @@ processor share. It keeps no reference to the engine, whose memory would then be
 later than upstream's.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.sampling_params import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.capture.consumers.memory.api import kept_run
 from vllm.v1.capture.frontend.disabled import NO_CAPTURE, NoCapture
 from vllm.v1.capture.frontend.frontend import open_capture
@@ -18,10 +20,11 @@ from vllm.v1.hooks.frontend.frontend import NO_HOOKS, NoHooks, open_hooks
 from vllm.v1.readouts.engine_args import check_places
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.readouts.frontend.admission import refuse as refuse_readouts
+from vllm.v1.readouts.frontend.collector import Collector, collector_for
+from vllm.v1.readouts.frontend.collector import ended_by as ended_by
 from vllm.v1.residual import nonfinite_streams
 from vllm.v1.residual.engine_call import log_end as log_end
 from vllm.v1.residual.frontend.named_files import named_files
-from vllm.v1.residual.frontend.results import results_of
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.steering.core.refusals import refusal_in
 from vllm.v1.steering.frontend import async_frontend
@@ -33,17 +36,108 @@ from vllm.v1.steering.frontend.frontend import (
     SteeringControl,
 )
 from vllm.v1.steering.frontend.name_sync import FollowedNames
+from vllm.v1.steering.receipts import Receipt, receipt_for
 from vllm.v1.steering.spec.arrays import as_array
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.residual.core.messages import RequestResults
+
+
+class NoResults:
+    """The null object, `RequestState.residual` of most requests, and base class."""
+
+    capture_id: str | None = None
+    """Set if the request is captured."""
+    hooks_key: str | None = None
+    """Set if functions run for the request."""
+    readouts: Collector | None = None
+    """Set if the request has readouts."""
+    receipt: Receipt | None = None
+    """Set if the request asked for a receipt."""
+
+    def collect(self, found: "RequestResults | None") -> None:
+        """Add what came with an output of the engine core."""
+
+    def complete(
+        self, state: "RequestState", sample: "CompletionOutput", stop_reason: object
+    ) -> None:
+        """Attach the results to an output of a sample."""
+
+    def name(self, output: Any) -> None:
+        """Attach to an output by what its further results are found."""
+
+
+NO_RESULTS = NoResults()
+
+
+class Results(NoResults):
+    """The results of one sample."""
+
+    def __init__(
+        self, readouts: Collector | None, receipt: Receipt | None, hooks_key: str | None
+    ) -> None:
+        self.readouts = readouts
+        self.receipt = receipt
+        self.hooks_key = hooks_key
+
+    def collect(self, found: "RequestResults | None") -> None:
+        if found is None:
+            return
+        if self.readouts is not None:
+            for part in found.readouts or ():
+                self.readouts.add(part)
+        if self.receipt is not None and found.receipt:
+            self.receipt.add(found.receipt)
+
+    def complete(
+        self, state: "RequestState", sample: "CompletionOutput", stop_reason: object
+    ) -> None:
+        assert state.detokenizer is not None, "a request with results generates text"
+        num_tokens, finished = state.detokenizer.num_output_tokens(), sample.finished()
+        fired = ended_by(stop_reason)
+        if self.readouts is not None:
+            is_delta = state.output_kind == RequestOutputKind.DELTA
+            sample.readouts = self.readouts.results(
+                num_tokens, is_delta, finished, fired
+            )
+        if self.receipt is not None and finished:
+            # The last token is not fed to the model, unless a readout fired at it.
+            fed = num_tokens if fired else max(num_tokens - 1, 0)
+            sample.steering = self.receipt.as_dict(state.prompt_len + fed)
+
+    def name(self, output: Any) -> None:
+        if isinstance(output, RequestOutput):
+            output.capture_id, output.hooks_key = self.capture_id, self.hooks_key
+
+
+def results_of(params: "SamplingParams | None", num_prompt: int) -> NoResults:
+    """The object that collects the results of a request that is sent to the engine."""
+    if params is None:
+        return NO_RESULTS
+    hooks_key = None if params._hooks is None else params._hooks.key
+    receipt = receipt_for(params, num_prompt)
+    if params._capture_plan is None and receipt is None and hooks_key is None:
+        return NO_RESULTS
+    steering = params._steering
+    changed = frozenset() if steering is None else steering.taps
+    return Results(collector_for(params, changed), receipt, hooks_key)
+
+
+def named(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the method that makes the outputs of a request."""
+
+    def make_named(state: "RequestState", *args: Any, **kwargs: Any) -> Any:
+        output = make(state, *args, **kwargs)
+        state.residual.name(output)
+        return output
+
+    return make_named
 
 
 class FrontEnd:
@@ -135,7 +229,7 @@ class FrontEnd:
         """Send the noted ends, after a batch of outputs was processed."""
         self.capture.flush()
 
-    def note_step(self, outputs: "Sequence[Any]") -> None:
+    def note_step(self, outputs: Sequence[Any]) -> None:
         """Attach results to the final outputs of a step of an offline engine."""
         self.capture.note_results(outputs)
         self.hooks.complete(outputs)

@@ -27,19 +27,18 @@ def end_request(anchor: str) -> Edit:
 EDITS = [
     add_import(
         """
-from vllm.v1.residual.frontend import results as residual_results
-from vllm.v1.residual.frontend.front_end import NO_FRONT_END
+from vllm.v1.residual.frontend import front_end as residual_front_end
 """,
         why="Its interface to the features, and the results of a request.",
     ),
     first(
         scope="RequestState",
-        insert="residual = residual_results.NO_RESULTS",
+        insert="residual = residual_front_end.NO_RESULTS",
         why="Most requests have no results.",
     ),
     first(
         scope="OutputProcessor",
-        insert="residual = NO_FRONT_END",
+        insert="residual = residual_front_end.NO_FRONT_END",
         why="The engine replaces it by its own front end when it has started.",
     ),
     after(
@@ -59,7 +58,7 @@ from vllm.v1.residual.frontend.front_end import NO_FRONT_END
         anchor="finish_reason == FinishReason.STOP",
         by=(
             "finish_reason == FinishReason.STOP "
-            "and not residual_results.ended_by(stop_reason)"
+            "and not residual_front_end.ended_by(stop_reason)"
         ),
         why="The token at which a readout fires is part of the text.",
     ),
@@ -73,7 +72,7 @@ output = self._new_completion_output(new_token_ids, finish_reason, stop_reason)
     ),
     add_decorator(
         scope="RequestState._new_request_output",
-        decorator="residual_results.named",
+        decorator="residual_front_end.named",
         why="Further results are matched to the output by what it names.",
     ),
     *until("0.33.0", end_request("self._finish_request(req_state)")),

@@ -5,13 +5,13 @@ from typing import Any
 from zlib import crc32
 
 from vllm.v1.capture.consumers.filesystem.layouts import (
+    FileShard,
     Writing,
     stage_suffix,
     write_packed,
     write_per_file,
 )
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
-from vllm.v1.capture.consumers.filesystem.sharded import FileShard
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
 from vllm.v1.capture.consumers.storage.codecs import parse_codec
 from vllm.v1.capture.consumers.storage.consumer import FilesConsumer
