@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fork.architectures.accounting import architecture_faults
+from fork.building.check import check
 from fork.building.contents import (
     Added,
     Compiled,
@@ -21,7 +21,6 @@ from fork.building.contents import (
     Text,
     added_files,
     assemble,
-    shadowing_faults,
 )
 from fork.building.metadata import (
     Metadata,
@@ -36,7 +35,6 @@ from fork.progress import step
 from fork.upstream.fetch import fetch, sha256_of, verify, wheel_version
 from fork.upstream.pins import load_upstream, machine_name
 from fork.upstream.release import HARD_LINKED_BYTES, Release, unpack
-from fork.weaving.weaver import weave_release
 
 MANIFEST = ".fork-manifest.json"
 _Stamp = list[str | int]
@@ -258,14 +256,10 @@ def build(order: Order) -> Built:
     """
     release = open_release(order)
     with step("weave"):
-        results = weave_release(order.checkout, release, order.jobs)
-    faults = [fault for woven in results for fault in woven.faults]
-    faults += shadowing_faults(added_files(order.checkout), release)
-    with step("architectures"):
-        faults += architecture_faults(release, results)
-    if faults:
-        raise Faulty(faults)
-    woven = {w.module: w.source for w in results if w.source is not None}
+        report = check(order.checkout, release, order.jobs)
+    if not report.fits:
+        raise Faulty([fault for file in report.files for fault in file.faults])
+    woven = {w.module: w.source for w in report.woven if w.source is not None}
     upstream = load_upstream(order.checkout.pins, order.upstream)
     version = upstream.fork_version(order.device)
     metadata = fork_metadata(order.checkout, release, order.device, version)

@@ -37,6 +37,8 @@ class Report:
     layer_files: int
     """Number of files that the decoder-layer weave changed."""
     layers_tried: bool
+    woven: tuple[WovenFile, ...] = ()
+    """All files that were woven."""
 
     @property
     def fits(self) -> bool:
@@ -98,6 +100,7 @@ def check(checkout: Checkout, release: Release, jobs: int) -> Report:
         files=tuple(sorted(files, key=lambda file: file.module)),
         layer_files=_count_layer_files(woven, edits),
         layers_tried=has_layer_weave(),
+        woven=tuple(woven),
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm.entrypoints.cli.steer.eval import draw_points, points_table
 from vllm.steering.evaluation.candidates import KINDS, candidates
+from vllm.steering.evaluation.curves import draw_points, points_table
 from vllm.steering.evaluation.engine import Answer
 from vllm.steering.evaluation.evaluate import Point, evaluate, verdicts
 from vllm.steering.evaluation.judge import RemoteJudge

@@ -2,7 +2,8 @@
 """Plots a sweep, and probes by layer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from vllm.steering.probes import TrainedProbe
     from vllm.steering.sweep import Cell
 
@@ -38,24 +41,26 @@ def check_can_draw(path: Path) -> None:
         ) from None
 
 
+@contextmanager
+def drawn(path: Path, width: float, height: float) -> "Iterator[Figure]":
+    """A figure to draw in, which is then written to `path`; no display is needed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="tight")
+    yield figure
+    figure.savefig(path, dpi=130)
+
+
 def draw_sweep(path: Path, cells: Sequence["Cell"]) -> None:
     """Plot score and perplexity over the coefficient, one line per tap, to `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
-
     scored = any(not math.isnan(cell.score) for cell in cells)
     values = ("score", "perplexity") if scored else ("perplexity",)
-    figure, axes = pyplot.subplots(
-        1, len(values), figsize=(5.5 * len(values), 4.2), squeeze=False
-    )
-    for axis, value in zip(axes[0], values, strict=True):
-        _draw(axis, cells, value)
-    axes[0][0].legend(title="layer", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with drawn(path, 5.5 * len(values), 4.2) as figure:
+        for axis, value in zip(
+            figure.subplots(1, len(values), squeeze=False)[0], values
+        ):
+            _draw(axis, cells, value)
+        figure.axes[0].legend(title="layer", fontsize=8)
 
 
 def draw_probes(
@@ -64,26 +69,19 @@ def draw_probes(
     rates: Mapping[Tap, tuple[float, float]],
 ) -> None:
     """Plot accuracy and firing rates on held-out texts by layer, to `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
-
     layers = [layer for layer, _ in probes]
-    figure, axis = pyplot.subplots(figsize=(6, 3.6))
     lines = {
         "accuracy on texts": [probe.accuracy for probe in probes.values()],
         "tokens of positive texts that fire": [rates[tap][0] for tap in probes],
         "tokens of negative texts that fire": [rates[tap][1] for tap in probes],
     }
-    for label, shares in lines.items():
-        axis.plot(layers, shares, marker="o", markersize=3, label=label)
-    axis.set(xlabel="layer", ylabel="share", ylim=(-0.02, 1.02))
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with drawn(path, 6, 3.6) as figure:
+        axis = figure.subplots()
+        for label, shares in lines.items():
+            axis.plot(layers, shares, marker="o", markersize=3, label=label)
+        axis.set(xlabel="layer", ylabel="share", ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
 
 
 def _draw(axis: Any, cells: Sequence["Cell"], value: str) -> None:

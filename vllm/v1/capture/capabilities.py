@@ -120,6 +120,14 @@ def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
     )
 
 
+def told_specs(consumer: Any) -> Callable[[Any, Any], object] | None:
+    """What tells an instance the specs of its requests; None if it need not know."""
+    if not consumer_capabilities(consumer).remembers_specs:
+        return None
+    tell: Callable[[Any, Any], object] = consumer.validate_client_spec
+    return tell
+
+
 def capabilities_of(consumers: Mapping[str, Any]) -> dict[str, ConsumerCapabilities]:
     """Map `consumer_capabilities` over instances, keyed by instance name."""
     return {name: consumer_capabilities(one) for name, one in consumers.items()}

@@ -15,7 +15,6 @@ import torch
 from vllm.v1.capture.worker.worker import WorkerCapture
 from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.modules import WorkerModules
-from vllm.v1.readouts.worker.pending import Additions, attach
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.capture_plan import CaptureEnd
 from vllm.v1.residual.point_shapes import Shapes
@@ -25,8 +24,8 @@ from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, Ops, without_graph
+from vllm.v1.worker.step_additions import Additions, StepFaults, attach
 from vllm.v1.worker.step_consumers import StepConsumers
-from vllm.v1.worker.step_faults import StepFaults
 
 if TYPE_CHECKING:
     from vllm.config.compilation import CUDAGraphMode

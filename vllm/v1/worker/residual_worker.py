@@ -17,8 +17,8 @@ from vllm.v1.residual.plain_tensors import (
     parted,
     unpacked,
 )
+from vllm.v1.worker.step_additions import FAILED
 from vllm.v1.worker.step_consumers import ACTIONS
-from vllm.v1.worker.step_faults import FAILED
 
 MOST = 6
 """Tensors of a message between stages on a CPU; upstream adds two that describe them.

@@ -4,7 +4,7 @@
 from unittest.mock import Mock
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.readouts.worker.pending import Additions, attach
+from vllm.v1.worker.step_additions import Additions, attach
 
 
 class Output(AsyncModelRunnerOutput):

@@ -3,8 +3,6 @@
 
 import argparse
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.cli.steer.options import (
@@ -17,14 +15,11 @@ from vllm.entrypoints.cli.steer.options import (
     reading_of,
     started_engine,
 )
-from vllm.steering.evaluation.candidates import KINDS
-from vllm.steering.evaluation.evaluate import Point
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
     from vllm.steering.evaluation.judge import RemoteJudge
     from vllm.steering.pairs import Prompt
-
 
 DOSES = "0.05,0.1,0.2,0.4"
 
@@ -88,7 +83,8 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the table and the verdicts; write the plot and the JSON if requested."""
-    from vllm.steering.convert import read_vectors
+    from vllm.steering.convert import read_vectors, reworked
+    from vllm.steering.evaluation.curves import draw_points, points_table
     from vllm.steering.evaluation.evaluate import evaluate, verdicts
     from vllm.steering.extract import CONSUMER
     from vllm.steering.pairs import read_pairs
@@ -98,8 +94,7 @@ def run(args: argparse.Namespace) -> None:
     judge = _judge(args)
     check(args)
     pairs, harmless = read_pairs(args.pairs), _harmless(args)
-    vectors = read_vectors(args.vectors, reading_of(args))
-    vectors = vectors if args.layers is None else vectors.at(args.layers)
+    vectors = reworked(read_vectors(args.vectors, reading_of(args)), args.layers)
     if args.plot is not None:
         check_can_draw(args.plot)
     with started_engine(
@@ -148,58 +143,3 @@ def _judge(args: argparse.Namespace) -> "RemoteJudge | None":
             args.judge,
         )
     return RemoteJudge(args.judge, args.judge_model, args.concept, args.judge_key)
-
-
-COLUMNS = (
-    *("layer", "kind", "dose", "auroc", "effect", "right_sign", "kl"),
-    *("perplexity", "repetition", "early_ends", "judged"),
-)
-STYLES = {"vector": "-o", "random": ":x", "shuffled": "--s"}
-
-
-def points_table(points: Sequence[Point]) -> str:
-    """Format a table with one line per candidate and dose."""
-    judged = any(point.judged == point.judged for point in points)
-    names = COLUMNS if judged else COLUMNS[:-1]
-    lines = [[name.replace("_", " ") for name in names]]
-    for point in points:
-        cells = [getattr(point, name) for name in names]
-        lines.append([f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths))
-        for line in lines
-    )
-
-
-def draw_points(path: Path, points: Sequence[Point], kl_limit: float) -> None:
-    """Plot effect over KL with one curve per candidate, and save it to `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
-
-    taps = sorted({(point.layer, point.hook) for point in points})
-    figure, axis = pyplot.subplots(figsize=(7, 4.6))
-    for number, tap in enumerate(taps):
-        for kind in KINDS:
-            line = [p for p in points if (p.layer, p.hook) == tap and p.kind == kind]
-            line.sort(key=lambda point: point.dose)
-            axis.plot(
-                [max(point.kl, 1e-6) for point in line],
-                [point.effect for point in line],
-                STYLES[kind],
-                color=f"C{number % 10}",
-                markersize=4,
-                label=f"{tap[0]} {tap[1]} {kind}",
-            )
-    axis.axvline(kl_limit, color="grey", linewidth=1)
-    axis.axhline(0, color="grey", linewidth=0.5)
-    axis.set_xscale("log")
-    axis.set_xlabel("damage: KL from the plain model on harmless prompts, nats")
-    axis.set_ylabel("effect: change of log-odds on held-out pairs, nats")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -48,15 +48,14 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the tables; write the plot and the JSON if requested."""
-    from vllm.steering.convert import read_vectors
+    from vllm.steering.convert import read_vectors, reworked
     from vllm.steering.plot import check_can_draw, draw_sweep
     from vllm.steering.sweep import check_fits, load_score, sweep
     from vllm.steering.tables import sweep_table
 
     prompts = prompts_of(args)
     score = None if args.score is None else load_score(args.score)
-    vectors = read_vectors(args.vectors, reading_of(args))
-    vectors = vectors if args.layers is None else vectors.at(args.layers)
+    vectors = reworked(read_vectors(args.vectors, reading_of(args)), args.layers)
     if args.plot is not None:
         check_can_draw(args.plot)
     with started_engine(args, enable_steering=True) as llm:

@@ -2,7 +2,8 @@
 """`SinkLane`: the thread of a consumer instance, which isolates it from the engine."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -122,6 +123,7 @@ class SinkLane:
         max_items: int,
         overload: Literal["block", "drop"] = "block",
         spill: SpillStore | None = None,
+        validate: Callable[[Any, Any], object] | None = None,
     ) -> None:
         """Create the lane; its thread starts with the first item.
 
@@ -132,12 +134,15 @@ class SinkLane:
             max_items: maximum number of packets queued in memory.
             overload: whether `submit` blocks or drops rows when the queue is full.
             spill: stores rows that do not fit in memory; None disables spilling.
+            validate: `validate_client_spec` of a consumer that must be told the specs
+                of requests; None if it need not.
 
         """
         self.instance = instance
         self.sink = sink
         self._guarded = GuardedSink(instance, sink)
         self.can = self._guarded.can
+        self._validate = validate
         self._queue = PacketQueue(max_bytes, max_items, spill)
         self._drops = overload == "drop"
         self._dropped = DroppedRows()
@@ -161,10 +166,16 @@ class SinkLane:
                 if self._thread.ident is None:
                     self._thread.start()
 
-    def open(self, opening: Opening) -> None:
+    @property
+    def remembers(self) -> bool:
+        """Whether the consumer must be told the specs of requests."""
+        return self._validate is not None
+
+    def open(self, request_id: str, spec: Any, context: Any) -> None:
         """Queue the start of a request, for a consumer that needs its spec."""
+        assert self._validate is not None, "the consumer needs no spec"
         self.start()
-        self._queue.mark(opening)
+        self._queue.mark(Opening(request_id, partial(self._validate, spec, context)))
 
     def submit(self, items: Sequence[GroupChunk]) -> None:
         """Queue the rows of a step; if the queue is full, spill, drop or block."""

@@ -8,10 +8,10 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.capabilities import consumer_capabilities
+from vllm.v1.capture.capabilities import told_specs
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.guarded_sink import SHUTDOWN_GRACE
-from vllm.v1.capture.delivery.packet_queue import Ending, Opening
+from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.registry import as_sink
 from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.stats import LaneCounters
@@ -68,14 +68,10 @@ class DriverLanes:
                 as_sink(consumer),
                 config.dispatch_queue_bytes,
                 config.dispatch_queue_size,
+                validate=told_specs(consumer),
             )
             for name, consumer in consumers.items()
             if consumer.location == "driver"
-        }
-        self._remembering = {
-            name: consumer
-            for name, consumer in consumers.items()
-            if name in self._lanes and consumer_capabilities(consumer).remembers_specs
         }
         self._inboxes = []
         self.address = address
@@ -105,10 +101,9 @@ class DriverLanes:
             context: returns the facts about the sample.
 
         """
-        for name in specs.keys() & self._remembering.keys():
-            consumer = self._remembering[name]
-            tell = partial(consumer.validate_client_spec, specs[name], context())
-            self._lanes[name].open(Opening(request_id, tell))
+        for name in specs.keys() & self._lanes.keys():
+            if self._lanes[name].remembers:
+                self._lanes[name].open(request_id, specs[name], context())
 
     def counters(self) -> dict[str, LaneCounters]:
         """The counters of the lanes in this process, by instance."""

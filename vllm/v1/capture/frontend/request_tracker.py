@@ -162,7 +162,7 @@ class RequestTracker:
         """Replace missing results by errors with the message `why`."""
         with self.lock:
             for sample in self._tracked[parent].samples.values():
-                sample.lose(why, self._stages)
+                sample.lose(why)
 
     def count(self) -> int:
         """The number of requests whose results are incomplete."""

@@ -5,15 +5,12 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.capture.results import merge, merge_samples
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.residual.capture_plan import CapturePlan
 from vllm.v1.residual.spans import Spans
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -41,12 +38,12 @@ class Sample:
             len(self.results.get(name, ())) == self.stages for name in self.instances
         )
 
-    def lose(self, why: str, stages: int) -> None:
+    def lose(self, why: str) -> None:
         """Replace missing results by errors with the message `why`."""
         key: Any = ("", -1, "*")
         for name in self.instances:
             got = self.results.setdefault(name, {})
-            for stage in range(stages):
+            for stage in range(self.stages):
                 got.setdefault(stage, CaptureResult(key, "error", why))
 
     def merged(self, request_id: str) -> dict[str, CaptureResult]:

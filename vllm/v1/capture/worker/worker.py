@@ -16,11 +16,11 @@ from vllm.model_executor.layers.residual.capture_op import CaptureProgress
 from vllm.v1.capture.capabilities import (
     ConsumerCapabilities,
     consumer_capabilities,
+    told_specs,
     truncates,
 )
 from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
-from vllm.v1.capture.delivery.packet_queue import Opening
 from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.dispatch.dispatcher import PACKET_BYTES, Dispatcher
 from vllm.v1.capture.dispatch.request import (
@@ -107,8 +107,6 @@ class WorkerCapture:
         self._takes_rows = stage.tensor_rank == 0
         step_rows = config.rows_per_step(width * dtype.itemsize)
         self.readouts = readouts
-        self._remembering: dict[str, Any] = {}
-        """The consumers in this process that must validate the specs of requests."""
         self._outbox = Outbox()
         self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
         if self._lanes:
@@ -236,6 +234,7 @@ class WorkerCapture:
         )
         sinks: dict[str, Any] = {}
         built: dict[str, ConsumerCapabilities] = {}
+        told: dict[str, Any] = {}
         for entry in config.consumers:
             name, kind = entry.instance_name, consumer_class(entry.name)
             if kind.location == "driver":
@@ -244,8 +243,7 @@ class WorkerCapture:
                 continue
             consumer = build_consumer(entry, vllm_config)
             built[name] = consumer_capabilities(consumer)
-            if built[name].remembers_specs:
-                self._remembering[name] = consumer
+            told[name] = told_specs(consumer)
             sinks[name] = as_sink(consumer)
         check_folders(built)
         for name in config.driver_instances:
@@ -264,6 +262,7 @@ class WorkerCapture:
                 # Live rows may always be dropped: the consumer gets them as well.
                 "drop" if name == LIVE or config.overload_policy == "drop" else "block",
                 None if name == LIVE else spill,
+                told.get(name),
             )
             for name, sink in sinks.items()
         }
@@ -327,7 +326,7 @@ class WorkerCapture:
         if self._takes_rows:
             self._reporter.know(plan.reply_to)
         if self._takes_rows and (lanes or plan.readouts is None):
-            if client_specs and self._remembering:
+            if client_specs:
                 self._tell_specs(req_id, plan, client_specs, max_tokens)
             for name in lanes:
                 sink = self._lanes[name].sink
@@ -348,7 +347,7 @@ class WorkerCapture:
                     may_skip=frozenset(
                         name
                         for name in lanes
-                        if name not in self._remembering
+                        if not self._lanes[name].remembers
                         and not isinstance(self._lanes[name].sink, ForwardingSink)
                     ),
                 )
@@ -362,8 +361,9 @@ class WorkerCapture:
         max_tokens: int | None,
     ) -> None:
         """Queue the request's specs for the consumers here that need them."""
-        names = specs.keys() & self._remembering.keys() & set(plan.instances)
-        if not names:
+        names = specs.keys() & set(plan.instances) & self._lanes.keys()
+        lanes = {n: one for n in names if (one := self._lanes[n]).remembers}
+        if not lanes:
             return
         config, points = self._vllm_config, self._config.hook_points or {}
         context = capture_context(
@@ -374,10 +374,8 @@ class WorkerCapture:
             max_tokens,
             plan.num_samples,
         )
-        for name in names:
-            validate = self._remembering[name].validate_client_spec
-            opening = Opening(req_id, partial(validate, specs[name], context))
-            self._lanes[name].open(opening)
+        for name, lane in lanes.items():
+            lane.open(req_id, specs[name], context)
 
     def end_requests(self, ends: Sequence[CaptureEnd]) -> None:
         """Stop capturing requests that have ended, and deliver their last rows."""

@@ -18,7 +18,7 @@ from torch import nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.readouts.worker.head import Head
-from vllm.v1.readouts.worker.head_parts import HeadParts
+from vllm.v1.readouts.worker.head_parts import Form, HeadParts, forms_of
 from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.residual.readout_plan import ADDED, ATTN_REST, Readout
@@ -62,8 +62,8 @@ class Attribution:
         """
         self._head = head
         self._heads = heads
-        self._centers = False
-        self._weight = self._bias = torch.zeros(0)
+        self._form = Form(torch.zeros(0), False, torch.zeros(0))
+        """That of the final norm."""
         self._scale = 1.0
         self.refusal = head.refusal
         """Why there is none; empty if there is."""
@@ -86,27 +86,21 @@ class Attribution:
                 self.refusal = str(error)
 
     def _find(self, width: int, dtype: torch.dtype) -> None:
-        """Find the weights of the norm, and whether it subtracts the mean."""
-        norm = self._head.norm
-        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-        device = self._head.unembedding([0])[0].device
-        rows = _trial(4, width, dtype, device)
-        zeros = torch.zeros(width, device=device)
-        own = zeros + 1 if weight is None else weight.float()
-        self._bias = zeros if bias is None else bias.float()
-        best = TOLERANCE
-        normed = self._head.normed(rows).float() - self._bias
-        for candidate in (own, 1 + own):
-            for centers in (False, True):
-                linear = _linear(rows.float(), candidate, centers)
-                difference = linear * _ratio(normed, linear) - normed
-                error = float(difference.norm() / normed.norm())
-                if error < best:
-                    best = error
-                    self._weight, self._centers = candidate, centers
-        if best == TOLERANCE:
+        """Find the linear form of the final norm."""
+        rows = _trial(4, width, dtype, self._head.unembedding([0])[0].device)
+        normed = self._head.normed(rows).float()
+        forms = list(forms_of(self._head.norm, width, rows.device))
+        errors = [float(one.error(rows.float(), normed)) for one in forms]
+        # NaN is not smaller.
+        error, self._form = min(
+            ((e, f) for e, f in zip(errors, forms) if e < TOLERANCE),
+            default=(TOLERANCE, self._form),
+            key=lambda pair: pair[0],
+        )
+        if error == TOLERANCE:
             raise ValueError(
-                f"the final norm {type(norm).__name__} is not linear at a fixed scale"
+                f"the final norm {type(self._head.norm).__name__} is not linear at a "
+                "fixed scale"
             )
 
     def _check(self, processor: Any, width: int, dtype: torch.dtype) -> None:
@@ -138,9 +132,7 @@ class Attribution:
         both = torch.cat((rows.float(), bias[:, None].float()), dim=1)
         both = get_tp_group().all_reduce(both)
         scaled = both[:, :-1] * self._scale
-        rows = scaled * self._weight
-        if self._centers:
-            rows = rows - rows.mean(dim=-1, keepdim=True)
+        rows = self._form.before(scaled)
         bias = both[:, -1] * self._scale * self._head.divisor
         return Directions(rows, scaled, bias)
 
@@ -169,8 +161,8 @@ class Attribution:
             count = len(entry.readout.staged) - len(entry.readout.inside)
             own, inside = own[:, :count], own[:, count:]
             last = own[:, -1]
-            linear = _linear(last.float(), self._weight, self._centers)
-            ratio = _ratio(self._head.normed(last).float() - self._bias, linear)
+            normed = self._head.normed(last).float()
+            ratio = self._form.scale(last.float(), normed)
             parts = own.float() @ directions.rows.T * ratio[:, None]
             heads = self._of_heads(entry.readout, inside, directions)
             heads = {layer: one * ratio[:, None] for layer, one in heads.items()}
@@ -218,19 +210,6 @@ def _differences(
         if name == ATTN_REST:
             columns[-1] = columns[-1] - heads[layer].sum(1)
     return torch.stack(columns, dim=1)
-
-
-def _linear(rows: torch.Tensor, weight: torch.Tensor, centers: bool) -> torch.Tensor:
-    """What a norm makes of rows `[n, hidden_size]`, without scaling them."""
-    if centers:
-        rows = rows - rows.mean(dim=-1, keepdim=True)
-    return rows * weight
-
-
-def _ratio(normed: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-    """The norm's scale of each row, `[n, 1]`."""
-    products = (normed * linear).sum(dim=-1, keepdim=True)
-    return products / (linear * linear).sum(dim=-1, keepdim=True)
 
 
 def _trial(

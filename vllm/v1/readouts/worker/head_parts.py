@@ -175,11 +175,18 @@ def _candidates(norms: list[Any], rows: torch.Tensor) -> Iterator[Form]:
     zeros = torch.zeros(rows.shape[1], device=rows.device)
     yield Form(zeros + 1, False, zeros)  # None, or a multiplier.
     for norm in norms:
-        weight, bias = norm.weight.float(), getattr(norm, "bias", None)
-        shift = zeros if bias is None else bias.float()
-        for one in (weight, 1 + weight):
-            for centers in (False, True):
-                yield Form(one, centers, shift)
+        yield from forms_of(norm, rows.shape[1], rows.device)
+
+
+def forms_of(norm: Any, width: int, device: torch.device) -> Iterator[Form]:
+    """The forms that a norm of rows `[n, width]` may have."""
+    zeros = torch.zeros(width, device=device)
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    own = zeros + 1 if weight is None else weight.float()
+    shift = zeros if bias is None else bias.float()
+    for one in (own, 1 + own):
+        for centers in (False, True):
+            yield Form(one, centers, shift)
 
 
 def norms_of(layer: nn.Module, width: int) -> list[nn.Module]:

@@ -3,15 +3,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from vllm.logger import init_logger
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.worker.jobs import Entry
-from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
     Kind,
@@ -19,11 +16,7 @@ from vllm.v1.residual.readout_plan import (
     RequestReadouts,
     StepReadouts,
 )
-from vllm.v1.residual.receipts import Fired, StepReceipt
-from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.residual.tap import Tap
-
-logger = init_logger(__name__)
 
 LENS_FAILED = (
     "the logits are not numbers: the stream overflowed, or another tensor-parallel "
@@ -217,99 +210,3 @@ def _part(
         for label, one in arrays.items()
     }
     return ReadoutPart(name, start, entry.count, own)
-
-
-class Receipts(Protocol):
-    """A step's doses, possibly still being copied to the host."""
-
-    @property
-    def starts(self) -> Mapping[str, int]:
-        """The position of the first token in the step, by request id."""
-
-    def collect(self) -> dict[str, StepReceipt]:
-        """Wait for the copies and return the doses by request id."""
-
-
-class Counts(Protocol):
-    """How often conditions have fired; valid once the step's output is."""
-
-    def collect(self) -> Fired:
-        """What was counted since the last call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Additions:
-    """What a step's output carries besides upstream's results; each may be None."""
-
-    readouts: PendingReadouts | None = None
-    receipts: Receipts | None = None
-    fired: Counts | None = None
-    actions: list[Action] | None = None
-    failed: Mapping[str, str] | None = None
-    """The requests that must end, with the reasons."""
-    acting: Acting | None = None
-
-    def __bool__(self) -> bool:
-        return self != Additions()
-
-    def put(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Wait for the copies to the host, and add the results to an output.
-
-        An error in results of readouts becomes their error; without its receipt a
-        request ends.
-        """
-        failed = dict(self.failed or {})
-        if self.readouts is not None:
-            try:
-                output.readouts = self.readouts.collect()
-            except Exception as error:
-                logger.exception("The readouts of a step failed")
-                output.readouts = self.readouts.failed(described(error))
-        if self.receipts is not None:
-            try:
-                output.receipts = self.receipts.collect()
-            except Exception as error:
-                logger.exception("The receipts of a step failed")
-                why = f"its receipt failed: {described(error)}"
-                failed = {**dict.fromkeys(self.receipts.starts, why), **failed}
-        if self.fired is not None:
-            try:
-                output.fired = self.fired.collect()
-            except Exception:  # It is a metric.
-                logger.exception("Fired conditions could not be counted")
-        output.actions, output.acting = self.actions, self.acting
-        output.failed = failed or None
-        return output
-
-
-class OutputWithAdditions(AsyncModelRunnerOutput):
-    """Wraps a step's asynchronous output and adds further results to it."""
-
-    def __init__(self, output: AsyncModelRunnerOutput, additions: Additions) -> None:
-        self._output: Any = output
-        self._additions = additions
-
-    def get_output(self) -> ModelRunnerOutput:
-        """Wait for the device and return the output with its additions."""
-        return self._additions.put(self._output.get_output())
-
-    def get_kv_connector_output(self) -> Any:
-        """What upstream, from 0.33.0 on, keeps of a step whose output failed."""
-        return self._output.get_kv_connector_output()
-
-
-def attach(output: Any, additions: Additions) -> Any:
-    """Add a step's further results to its output.
-
-    Args:
-        output: the return value of the runner's `sample_tokens`.
-        additions: the results.
-
-    """
-    if output is None or not additions:
-        return output
-    if isinstance(output, AsyncModelRunnerOutput):
-        return OutputWithAdditions(output, additions)
-    if isinstance(output, ModelRunnerOutput) and output.req_ids:
-        additions.put(output)
-    return output
