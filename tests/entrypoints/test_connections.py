@@ -29,8 +29,7 @@ from vllm.entrypoints.serve.capture.connections import (
     send_on_threads,
 )
 from vllm.entrypoints.serve.capture.sending import RowsResponse, counting_unsent
-from vllm.v1.capture.frontend.tracking import HeldBytes
-from vllm.v1.capture.frontend.unsent import hold_until_sent
+from vllm.v1.capture.frontend.request_tracker import HeldBytes
 
 WAIT = 60.0
 LARGE = 40 << 20
@@ -69,7 +68,7 @@ class Served:
             await send({"type": "http.response.body", "body": b"ok"})
 
     async def rows(self, scope: Any, receive: Any, send: Any) -> None:
-        hold_until_sent(self.unsent, {"inline": len(BODY)})
+        self.unsent.put_until_sent({"inline": len(BODY)})
         await self.respond(scope, receive, send)
 
     async def respond(self, scope: Any, receive: Any, send: Any) -> None:

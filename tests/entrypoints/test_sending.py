@@ -19,11 +19,9 @@ from vllm.entrypoints.serve.capture.sending import (
 )
 from vllm.v1.capture.frontend.http import deferred
 from vllm.v1.capture.frontend.path_locks import PathLocks
-from vllm.v1.capture.frontend.request_tracker import RequestTracker
-from vllm.v1.capture.frontend.tracking import HeldBytes
+from vllm.v1.capture.frontend.request_tracker import HeldBytes, RequestTracker
 from vllm.v1.capture.frontend.unsent import (
     ResponseScope,
-    hold_until_sent,
     when_response_ends,
 )
 from vllm.v1.capture.results import RowsByTap
@@ -60,7 +58,7 @@ class Response:
         self.held.append(self.unsent.of("inline", "unsent"))
 
     async def fetch(self) -> None:
-        hold_until_sent(self.unsent, SIZES)
+        self.unsent.put_until_sent(SIZES)
 
     async def send(self, message: Any) -> None:
         self.held.append(self.unsent.of("inline", "unsent"))
@@ -223,7 +221,7 @@ def test_a_small_response_without_rows_is_sent_as_it_is() -> None:
 
 def test_without_a_response_the_caller_has_the_rows() -> None:
     unsent = HeldBytes()
-    hold_until_sent(unsent, SIZES)
+    unsent.put_until_sent(SIZES)
     assert unsent.of("inline", "unsent") == 0
     assert not when_response_ends(lambda: None)
 

@@ -20,14 +20,13 @@ from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.delivery import guarded_sink
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.failures import Failures
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.http import as_json
 from vllm.v1.capture.registry import as_sink
 from vllm.v1.readouts.worker.custom import CustomReadouts
 from vllm.v1.readouts.worker.jobs import Job, ReadingRequest
 from vllm.v1.residual.plain_data import fault_of
-from vllm.v1.residual.plugin_errors import is_interrupt
+from vllm.v1.residual.plugin_errors import Failures, is_interrupt
 from vllm.v1.worker.step_consumers import StepConsumers
 
 ROWS = {(0, "post_block"): rows_of(2, 4, 0, torch.float32)}
@@ -189,7 +188,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm.v1.capture.failures")
+    logger = logging.getLogger("vllm.v1.residual.plugin_errors")
     logger.addHandler(handler)
     yield records
     logger.removeHandler(handler)

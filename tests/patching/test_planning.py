@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.patching._toy import LONGEST, VOCABULARY, Toy
 from vllm.patching.alignment import align
-from vllm.patching.places import Prompt, Span, columns_of, prompt_of
+from vllm.patching.grid import Prompt, Span, columns_of, prompt_of
 from vllm.patching.planning import Sweep, plan_of
 from vllm.v1.steering.errors import SteeringValidationError
 

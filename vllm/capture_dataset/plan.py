@@ -16,8 +16,8 @@ from vllm.capture_dataset.shards import groups
 from vllm.capture_dataset.spec import ITEM_SIZES, ModelFacts, OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.v1.capture.errors import fail
-from vllm.v1.residual.addresses import why_not
 from vllm.v1.residual.selectors import first_outside, parse_positions
+from vllm.v1.residual.tap import why_not
 
 SPECIAL_TOKENS = 8
 """More than a tokenizer adds to a text."""

@@ -6,9 +6,15 @@ from collections.abc import Iterable, Sequence
 from vllm.config.capture import CaptureConfig as CaptureConsumersConfig
 from vllm.config.capture import ConsumerConfig as CaptureConsumerSpec
 from vllm.config.capture import parse_consumer as parse_consumer_spec
-from vllm.v1.residual.addresses import hook_name, parse_address
 from vllm.v1.residual.selectors import layer_index
-from vllm.v1.residual.tap import HOOK_NAMES, INNER_POINTS, MLP_POINTS, Tap
+from vllm.v1.residual.tap import (
+    HOOK_NAMES,
+    INNER_POINTS,
+    MLP_POINTS,
+    Tap,
+    hook_name,
+    parse_address,
+)
 
 __all__ = [
     "CaptureConsumerSpec",

@@ -8,8 +8,7 @@ import torch
 
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import SamplingParams
-from vllm.v1.residual.addresses import parse_address
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import Tap, parse_address
 
 if TYPE_CHECKING:
     from vllm.entrypoints.llm import LLM

@@ -4,7 +4,7 @@
 `docs/steering/patching.md` shows how they are used.
 """
 
-from vllm.patching.places import Span
+from vllm.patching.grid import Span
 from vllm.patching.result import PatchResult
 from vllm.patching.sweeps import ablation_sweep, causal_trace, patch_sweep
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.patching.grid import Facts
 from vllm.patching.questions import READOUT, Ask, Reply, Steering
 from vllm.v1.capture.consumers.memory.api import keepers, leased, store_with
-from vllm.v1.residual.point_shapes import Shapes
+from vllm.v1.residual.tap import Shapes
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.frontend.admission import REQUEST_FIELDS
 from vllm.v1.steering.frontend.frontend import SteeringFrontend

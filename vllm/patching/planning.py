@@ -11,8 +11,15 @@ import numpy as np
 
 from vllm.patching.alignment import align
 from vllm.patching.engine import Engine
-from vllm.patching.grid import Cell, Grid, grid_of
-from vllm.patching.places import Column, Prompt, columns_of, prompt_of
+from vllm.patching.grid import (
+    Cell,
+    Column,
+    Grid,
+    Prompt,
+    columns_of,
+    grid_of,
+    prompt_of,
+)
 from vllm.patching.questions import Steering, question_of
 from vllm.patching.study import Plan
 from vllm.v1.capture.consumers.memory.api import kept_run

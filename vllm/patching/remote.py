@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm.patching.grid import Span
 from vllm.patching.offline import OnCell, progress_bar
-from vllm.patching.places import Span
 from vllm.patching.planning import OWN, Sweep
 from vllm.patching.result import PatchResult, Skipped
 from vllm.v1.residual.selectors import as_list

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.residual.addresses import (
+from vllm.v1.residual.tap import (
     ALIASES,
     did_you_mean,
     hook_name,

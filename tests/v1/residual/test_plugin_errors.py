@@ -9,13 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from vllm.v1.capture.failures import Failures
 from vllm.v1.hooks.plan import HookPlan, HookSpec
 from vllm.v1.hooks.results import decode
 from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.custom import CustomReadouts
 from vllm.v1.readouts.worker.jobs import Entry, ReadingRequest
-from vllm.v1.residual.plugin_errors import described, message_of
+from vllm.v1.residual.plugin_errors import Failures, described, message_of
 from vllm.v1.residual.readout_plan import Readout
 
 

@@ -14,8 +14,13 @@ import pytest
 
 from vllm.v1.steering.core.generated_blocks import note_step, sharable
 from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys
-from vllm.v1.steering.operations import operation
-from vllm.v1.steering.plan import NO_STEERING, PackedVectors, SteeringTiers, pack
+from vllm.v1.steering.plan import (
+    NO_STEERING,
+    PackedVectors,
+    SteeringTiers,
+    operation,
+    pack,
+)
 from vllm.v1.steering.spec.matrix import row_positions
 
 HOOKS = ("pre_attn", "post_attn", "post_block")

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from vllm.v1.steering.operations import operation
-from vllm.v1.steering.plan import SteeringTiers, pack, total
+from vllm.v1.steering.plan import SteeringTiers, operation, pack, total
 
 TAPS = st.tuples(st.integers(0, 5), st.sampled_from(["pre_attn", "post_block"]))
 NUMBERS = st.floats(-8, 8, width=32)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import Tap, parse_address
 
 NAMES = {
     "pre_attn": "resid_pre",

@@ -13,8 +13,7 @@ from typing import Any
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.arrays import Array
-from vllm.v1.steering.spec.packing import is_packed, unpack_array
+from vllm.v1.steering.spec.arrays import Array, is_packed, unpack_array
 from vllm.v1.steering.spec.parse import MAX_ENTRIES, Parsed
 
 FIELD, VECTORS = "patch", "patch_vectors"

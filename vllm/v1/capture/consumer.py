@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from vllm.logger import init_logger
-from vllm.v1.capture.failures import FAILURES
 from vllm.v1.capture.memory.buffer_pool import ROWS
 
 # Plug-ins import both base classes from here.
@@ -20,7 +19,7 @@ from vllm.v1.capture.types import (
     CaptureResult,
     CaptureSpec,
 )
-from vllm.v1.residual.plugin_errors import described
+from vllm.v1.residual.plugin_errors import FAILURES, described
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,7 +15,6 @@ import torch
 from msgspec.structs import replace
 
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
-from vllm.v1.capture.failures import FAILURES
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.results import join_payloads
 from vllm.v1.capture.types import (
@@ -25,7 +24,7 @@ from vllm.v1.capture.types import (
     CaptureResult,
     VllmInternalRequestId,
 )
-from vllm.v1.residual.plugin_errors import described
+from vllm.v1.residual.plugin_errors import FAILURES, described
 from vllm.v1.residual.tap import Tap
 
 

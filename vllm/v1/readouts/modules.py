@@ -22,7 +22,6 @@ from typing import TypeAlias
 import torch
 
 from vllm.v1.readouts.errors import fail
-from vllm.v1.residual.addresses import hook_name, why_not
 from vllm.v1.residual.file_facts import split_facts
 from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.residual.module_info import ModuleInfo
@@ -30,7 +29,7 @@ from vllm.v1.residual.sae import SparseAutoencoder, load_sae
 from vllm.v1.residual.sae.files import SAEFileError
 from vllm.v1.residual.sae.load import FILES as SAE_FILES
 from vllm.v1.residual.selectors import layer_index
-from vllm.v1.residual.tap import HOOK_NAMES, Tap
+from vllm.v1.residual.tap import HOOK_NAMES, Tap, hook_name, why_not
 
 FORMAT = "clearbox-readout-v1"
 

@@ -8,9 +8,8 @@ import torch
 
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import Fail, is_integer
-from vllm.v1.residual.point_shapes import PointShape
 from vllm.v1.residual.selectors import as_list
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import PointShape, Tap
 
 
 def parse_heads(

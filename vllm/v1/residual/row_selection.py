@@ -5,15 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias
 
-from vllm.v1.residual.addresses import (
-    did_you_mean,
-    hook_name,
-    parse_address,
-    why_not,
-)
 from vllm.v1.residual.bounds import counted, shown
 from vllm.v1.residual.numbers import Fail
-from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.residual.selectors import (
     PositionName,
     first_outside,
@@ -21,7 +14,18 @@ from vllm.v1.residual.selectors import (
     parse_positions,
 )
 from vllm.v1.residual.spans import LAST_ROW, OPEN_END, Spans, merged
-from vllm.v1.residual.tap import AFTER, HOOK_NAMES, HookName, Tap, behind
+from vllm.v1.residual.tap import (
+    AFTER,
+    HOOK_NAMES,
+    HookName,
+    Shapes,
+    Tap,
+    behind,
+    did_you_mean,
+    hook_name,
+    parse_address,
+    why_not,
+)
 
 VllmInternalRequestId = NewType("VllmInternalRequestId", str)
 """The unique, opaque id that the engine gives each sample; clients cannot choose it."""

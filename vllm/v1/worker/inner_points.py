@@ -35,8 +35,13 @@ from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.tap import num_streams
 from vllm.model_executor.residual_weave.stream import HIDDEN_NAMES, Role, role_of
 from vllm.v1.readouts.worker.head_parts import Projected, norms_of
-from vllm.v1.residual.point_shapes import PointShape
-from vllm.v1.residual.tap import HOOK_NAMES, OPTIONAL_POINTS, STREAMS_POINTS, Tap
+from vllm.v1.residual.tap import (
+    HOOK_NAMES,
+    OPTIONAL_POINTS,
+    STREAMS_POINTS,
+    PointShape,
+    Tap,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.capture_plan import CaptureEnd
-from vllm.v1.residual.point_shapes import Shapes
 from vllm.v1.residual.steering_actions import Acting
 from vllm.v1.residual.step_view import StepView
+from vllm.v1.residual.tap import Shapes
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows
 from vllm.v1.worker.residual_graph_choice import GraphFamilies

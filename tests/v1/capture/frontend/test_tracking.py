@@ -2,7 +2,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.frontend.tracking import HeldBytes
+from vllm.v1.capture.frontend.request_tracker import HeldBytes
 
 NAMES = ("inline", "other")
 STATES = ("reserved", "running", "aborted", "unsent")

@@ -24,7 +24,7 @@ from tests.v1.steering.worker.test_phase import (
 )
 from vllm.model_executor.layers.residual.program import words_of
 from vllm.model_executor.layers.residual.program_host import execute_programs
-from vllm.v1.steering.operations import Operation, operation
+from vllm.v1.steering.plan import Operation, operation
 from vllm.v1.steering.spec.matrix import row_positions
 from vllm.v1.steering.worker.bank import Bank
 from vllm.v1.steering.worker.matrix_programs import Stretch, Template

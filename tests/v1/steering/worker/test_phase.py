@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from tests.support.programs import run
 from vllm.v1.residual.spans import spans_of
 from vllm.v1.residual.step_view import StepView
-from vllm.v1.steering.operations import Operation, in_order, operation
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
+from vllm.v1.steering.plan import (
+    Operation,
+    PackedVectors,
+    SteeringTiers,
+    in_order,
+    operation,
+    pack,
+)
 from vllm.v1.steering.slots import SlotUse, SteeringStep
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.worker import WorkerSteering

@@ -22,8 +22,7 @@ from vllm.model_executor.layers.residual.program_op import intervene_rows
 from vllm.model_executor.layers.residual.spread import WHOLE
 from vllm.v1.residual.receipts import StepReceipt
 from vllm.v1.steering.conditions import Condition, Scope
-from vllm.v1.steering.operations import Details, Operation, operation
-from vllm.v1.steering.plan import SteeringTiers, pack
+from vllm.v1.steering.plan import Details, Operation, SteeringTiers, operation, pack
 from vllm.v1.steering.receipts import Receipt
 from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.worker import WorkerSteering

@@ -18,9 +18,8 @@ from vllm.capture_dataset.spec import (
 )
 from vllm.entrypoints.cli.steer.options import parse_layers
 from vllm.v1.capture.errors import fail
-from vllm.v1.residual.addresses import did_you_mean, hook_name, parse_address
 from vllm.v1.residual.selectors import parse_positions
-from vllm.v1.residual.tap import HOOK_NAMES
+from vllm.v1.residual.tap import HOOK_NAMES, did_you_mean, hook_name, parse_address
 
 COMPRESSIONS = ("none", "zstd", "lz4")
 Spec = TypeVar("Spec", SourceSpec, RowsSpec, OutputSpec)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.residual.addresses import did_you_mean, hook_name, parse_address
 from vllm.v1.residual.numbers import Fail
-from vllm.v1.residual.tap import HOOK_NAMES
+from vllm.v1.residual.tap import HOOK_NAMES, did_you_mean, hook_name, parse_address
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:

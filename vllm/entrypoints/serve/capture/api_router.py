@@ -20,10 +20,9 @@ from vllm.v1.capture.frontend.http import deferred
 from vllm.v1.capture.transport.bodies import form_for
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.residual.addresses import hook_name
 from vllm.v1.residual.bounds import cut, shown
 from vllm.v1.residual.spans import OPEN_END
-from vllm.v1.residual.tap import HOOK_NAMES
+from vllm.v1.residual.tap import HOOK_NAMES, hook_name
 
 router = APIRouter(prefix="/v1/capture")
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from clearbox_client import Client
 from clearbox_client.vectors import pack_rows
 
+from vllm.patching.grid import Prompt, Span
 from vllm.patching.picture import draw
-from vllm.patching.places import Prompt, Span
 from vllm.patching.questions import Question, Reply
 from vllm.patching.result import PatchResult
 

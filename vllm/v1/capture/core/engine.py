@@ -8,7 +8,7 @@ import msgspec
 
 from vllm.logger import init_logger
 from vllm.v1.residual.capture_plan import CaptureEnd
-from vllm.v1.residual.point_shapes import Shapes
+from vllm.v1.residual.tap import Shapes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

@@ -9,13 +9,12 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.capture.capabilities import sink_capabilities
 from vllm.v1.capture.delivery.packet_queue import Ending, Opening
-from vllm.v1.capture.failures import FAILURES
 from vllm.v1.capture.groups import GroupChunk, chunks_in
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 from vllm.v1.residual.plain_data import fault_of
-from vllm.v1.residual.plugin_errors import described
+from vllm.v1.residual.plugin_errors import FAILURES, described
 
 logger = init_logger(__name__)
 

@@ -30,12 +30,11 @@ from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.plugin_errors import message_of
-from vllm.v1.residual.point_shapes import other_widths, shape_of
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
 from vllm.v1.residual.row_selection import parse_after, resolve_positions
 from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.spans import Spans, merged
-from vllm.v1.residual.tap import AFTER, Tap, behind
+from vllm.v1.residual.tap import AFTER, Tap, behind, other_widths, shape_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,7 +10,7 @@ from uuid import uuid1
 
 from vllm.logger import init_logger
 from vllm.v1.capture.core.engine import end_captures_now
-from vllm.v1.capture.frontend.tracking import Sample
+from vllm.v1.capture.frontend.request_tracker import Sample
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.residual.capture_plan import CaptureEnd
 

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.registry import build_consumer
-from vllm.v1.residual.point_shapes import width_at
 from vllm.v1.residual.readout_plan import Readout, ReadoutPlan
 from vllm.v1.residual.row_selection import (
     CaptureContext,
@@ -17,7 +16,7 @@ from vllm.v1.residual.row_selection import (
     resolve_positions,
 )
 from vllm.v1.residual.sizes import stage_starts
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import Tap, width_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

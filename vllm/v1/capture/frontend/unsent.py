@@ -5,11 +5,9 @@ Fetched results belong to the caller. In a server they are held by a response, w
 stays in memory until its client has read it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-
-from vllm.v1.capture.frontend.tracking import HeldBytes
 
 
 class ResponseScope:
@@ -64,13 +62,3 @@ def when_response_ends(call: Callable[[], object]) -> bool:
     """Call `call` at the end of the current response; False if there is none."""
     scope = _current.get()
     return scope is not None and scope.until_the_end(call)
-
-
-def hold_until_sent(held: HeldBytes, sizes: Mapping[str, int]) -> None:
-    """Count bytes, by instance, until the current response has ended.
-
-    Outside of a response nothing is counted.
-    """
-    key = object()
-    if when_response_ends(lambda: held.drop(key)):
-        held.put(key, "unsent", sizes)

@@ -48,11 +48,10 @@ from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CaptureEnd, CapturePlan
 from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes, other_widths
 from vllm.v1.residual.row_blocks import local_groups
 from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import NO_SHAPES, Shapes, Tap, other_widths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

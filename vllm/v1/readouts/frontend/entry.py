@@ -12,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
-from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.heads import parse_heads
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import Fail, is_integer
-from vllm.v1.residual.point_shapes import PointShape, shape_of
 from vllm.v1.residual.readout_plan import Readout, Refusals, RowPart
 from vllm.v1.residual.row_selection import (
     CaptureContext,
@@ -27,7 +25,7 @@ from vllm.v1.residual.row_selection import (
 )
 from vllm.v1.residual.selectors import parse_layers
 from vllm.v1.residual.spans import Spans
-from vllm.v1.residual.tap import AFTER, Tap
+from vllm.v1.residual.tap import AFTER, PointShape, Tap, parse_address, shape_of
 
 MAX_TOKENS = 1024
 """Token ids, features and positions of keys that a readout lists."""

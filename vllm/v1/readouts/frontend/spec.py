@@ -14,7 +14,6 @@ from vllm.v1.readouts.errors import fail
 from vllm.v1.readouts.frontend.attention import parse_attention, parse_attribution
 from vllm.v1.readouts.frontend.entry import Server, Spec
 from vllm.v1.readouts.modules import ACTIVATIONS, MAX_VECTORS
-from vllm.v1.residual.addresses import parse_address
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32
 from vllm.v1.residual.plain_data import plain
@@ -27,7 +26,7 @@ from vllm.v1.residual.readout_plan import (
     RowPart,
 )
 from vllm.v1.residual.row_selection import CaptureContext
-from vllm.v1.residual.tap import AFTER, Tap
+from vllm.v1.residual.tap import AFTER, Tap, parse_address
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCES: tuple[str, ...] = get_args(Reduce)

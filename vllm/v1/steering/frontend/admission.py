@@ -15,10 +15,11 @@ from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.frontend.forms import Parts, steering_forms
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
-from vllm.v1.steering.operations import Operation, on_prompt
 from vllm.v1.steering.plan import (
+    Operation,
     PackedVectors,
     SteeringTiers,
+    on_prompt,
     pack,
     total,
 )

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.residual.named_paths import named_paths
 from vllm.v1.residual.native import library
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.frontend.early_files import check_files
+from vllm.v1.steering.frontend.frontend import check_files
 from vllm.v1.steering.spec.named import NamedFiles
 
 if TYPE_CHECKING:

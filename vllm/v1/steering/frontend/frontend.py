@@ -2,20 +2,21 @@
 """Steering in the front end: admission of requests and changes of global vectors."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.model_identity import identity_of
-from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.steering.errors import as_refused, fail
+from vllm.v1.residual.sizes import num_layers, torch_dtype
+from vllm.v1.steering.errors import SteeringValidationError, as_refused, fail
 from vllm.v1.steering.frontend.admission import (
     SteeringAdmission,
     check_kinds,
     request_fields,
     set_fields,
 )
-from vllm.v1.steering.frontend.early_files import about_module
 from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
@@ -23,7 +24,7 @@ from vllm.v1.steering.spec.describe import describe, describe_applied
 from vllm.v1.steering.spec.files import read_module
 from vllm.v1.steering.spec.matrix import check_no_whole_prompt
 from vllm.v1.steering.spec.named import NamedFiles
-from vllm.v1.steering.spec.parse import SteeredModel
+from vllm.v1.steering.spec.parse import HOOKS, SteeredModel
 from vllm.v1.steering.spec.placement import placement_of
 from vllm.v1.steering.spec.provenance import (
     Provenance,
@@ -34,10 +35,60 @@ from vllm.v1.steering.spec.provenance import (
 from vllm.v1.steering.spec.sources import Runs, Sources, no_run
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config.steering import SteeringConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def check_files(
+    config: "SteeringConfig", model_config: "ModelConfig", named: NamedFiles
+) -> None:
+    """Read every file, and refuse those that do not fit the model or the limits.
+
+    Args:
+        config: has the paths by module name, and the limits.
+        model_config: the model's configuration.
+        named: the probes and SAEs that entries may name.
+
+    Raises:
+        SteeringValidationError: a file is invalid; the message names the module, the
+            file, the problem and the remedy.
+
+    """
+    layers = range(num_layers(model_config))
+    model = SteeredModel(
+        dict.fromkeys(layers, HOOKS),
+        model_config.get_hidden_size(),
+        torch_dtype(model_config),
+        config.max_operations,
+        config.bank_bytes,
+        model_config.max_model_len,
+        named,
+    )
+    admission = SteeringAdmission(model, SteeringModules())
+    for name, path in config.modules.items():
+        with about_module(name, path):
+            module = read_module(path)
+            parsed = admission.parse_named(module.vectors)
+            module.provenance.check_norms(norms_of(parsed), Source(path))
+            admission.checked(parsed)
+    end_openmp_threads()
+
+
+@contextmanager
+def about_module(name: str, path: str) -> Iterator[None]:
+    """Add the module's name to errors, because several files may be checked."""
+    try:
+        yield
+    except SteeringValidationError as error:
+        raise SteeringValidationError(
+            f"--steering-modules {name}={path}: {error.args[0]}",
+            parameter=error.parameter,
+            value=error.value,
+        ) from error
+
 
 DISABLED = (
     "this engine does not steer; start it with --enable-steering, or "

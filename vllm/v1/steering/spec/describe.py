@@ -7,8 +7,13 @@ from typing import Any
 import numpy as np
 
 from vllm.v1.residual.spans import describe_positions
-from vllm.v1.steering.operations import Operation, OpName
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, Vector
+from vllm.v1.steering.plan import (
+    Operation,
+    OpName,
+    PackedVectors,
+    SteeringTiers,
+    Vector,
+)
 from vllm.v1.steering.spec.entry import Entry
 from vllm.v1.steering.spec.parse import Parsed
 

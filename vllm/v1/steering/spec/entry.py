@@ -10,20 +10,19 @@ import numpy.typing as npt
 
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.heads import parse_heads
-from vllm.v1.residual.point_shapes import PointShape, shape_of
 from vllm.v1.residual.spans import Spans
-from vllm.v1.residual.tap import INNER_POINTS, Tap
+from vllm.v1.residual.tap import INNER_POINTS, PointShape, Tap, shape_of
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MODES
-from vllm.v1.steering.operations import (
+from vllm.v1.steering.plan import (
     OP_NAMES,
     Details,
     Operation,
     OpName,
+    Vector,
     operation,
     packed_arrays,
 )
-from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.arrays import (
     Array,
     check_finite,

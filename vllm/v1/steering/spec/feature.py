@@ -3,11 +3,10 @@
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.residual.addresses import why_not
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import is_integer
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import Tap, why_not
 from vllm.v1.steering.conditions import is_known_at
 from vllm.v1.steering.errors import SteeringValidationError, fail
 from vllm.v1.steering.features import FeatureUse

@@ -13,8 +13,7 @@ from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.features import MAX_CARRIED
-from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import SteeringTiers, operations_of, total
+from vllm.v1.steering.plan import Operation, SteeringTiers, operations_of, total
 from vllm.v1.steering.spec.parse import Parsed, SteeredModel
 
 

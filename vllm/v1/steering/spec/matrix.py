@@ -15,8 +15,7 @@ from vllm.v1.residual.selectors import MAX_POSITIONS, as_list
 from vllm.v1.residual.selectors import parse_positions as parse_selector
 from vllm.v1.residual.spans import NAMED, Spans, spans_of
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.operations import Operation, in_order
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers
+from vllm.v1.steering.plan import Operation, PackedVectors, SteeringTiers, in_order
 
 ROW_OPS = ("replace", "add", "project_out", "clamp")
 """Operations that may have a vector for each position."""

@@ -9,24 +9,25 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from vllm.v1.residual.addresses import (
+from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
+from vllm.v1.residual.tap import (
+    HOOK_NAMES,
+    INNER_POINTS,
+    READ_ONLY,
+    Shapes,
+    Tap,
     did_you_mean,
     hook_name,
     parse_address,
     why_not,
 )
-from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.point_shapes import Shapes
-from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
-from vllm.v1.residual.tap import HOOK_NAMES, INNER_POINTS, READ_ONLY, Tap
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import Vector
-from vllm.v1.steering.spec.arrays import Array, check_finite
+from vllm.v1.steering.plan import Operation, Vector
+from vllm.v1.steering.spec.arrays import Array, check_finite, is_packed, unpack_array
 from vllm.v1.steering.spec.entry import Entry, parse_entry
 from vllm.v1.steering.spec.matrix import ALL_GENERATED, joined_rows
 from vllm.v1.steering.spec.named import NONE_NAMED, NamedFiles
-from vllm.v1.steering.spec.packing import is_packed, unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
 from vllm.v1.steering.spec.sources import NO_SOURCES, Sources
 

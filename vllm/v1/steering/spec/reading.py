@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-from vllm.v1.residual.addresses import hook_name, resolve_tap
 from vllm.v1.residual.bounds import listed, shown
-from vllm.v1.residual.tap import HOOK_NAMES, Tap
+from vllm.v1.residual.tap import HOOK_NAMES, Tap, hook_name, resolve_tap
 from vllm.v1.steering.errors import SteeringValidationError, fail
 
 Numbers = Literal["block", "hidden_states"]

@@ -11,8 +11,13 @@ from msgspec import structs
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_finite
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.operations import Operation, operation
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, pack
+from vllm.v1.steering.plan import (
+    Operation,
+    PackedVectors,
+    SteeringTiers,
+    operation,
+    pack,
+)
 from vllm.v1.steering.spec.table import finite
 
 MAX_NAMES = 16

@@ -16,8 +16,7 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import Vector
+from vllm.v1.steering.plan import Operation, Vector
 from vllm.v1.steering.worker.features import (
     SAEs,
     carried_instruction,

@@ -30,12 +30,13 @@ from vllm.v1.residual.steering_actions import (
 )
 from vllm.v1.residual.tap import INNER_POINTS, Tap
 from vllm.v1.steering.conditions import Condition, is_known_at
-from vllm.v1.steering.operations import Details, operation
 from vllm.v1.steering.plan import (
     NO_STEERING,
+    Details,
     PackedVectors,
     SteeringTiers,
     Vector,
+    operation,
     pack,
     total,
 )

@@ -21,8 +21,7 @@ from vllm.model_executor.layers.residual.program import (
 )
 from vllm.v1.residual.sae import SparseAutoencoder
 from vllm.v1.steering.features import MAX_CARRIED, FeatureUse
-from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, operations_of
+from vllm.v1.steering.plan import Operation, PackedVectors, SteeringTiers, operations_of
 
 assert MOST_STORED == 2 * MAX_CARRIED, "the engine's activations and a request's"
 ENGINES, REQUESTS = STORED, STORED + MAX_CARRIED

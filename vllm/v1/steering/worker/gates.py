@@ -19,8 +19,7 @@ from vllm.model_executor.layers.residual.program import (
     Kind,
 )
 from vllm.v1.steering.conditions import MAX_CONDITIONS, Condition
-from vllm.v1.steering.operations import Operation
-from vllm.v1.steering.plan import PackedVectors, SteeringTiers, operations_of
+from vllm.v1.steering.plan import Operation, PackedVectors, SteeringTiers, operations_of
 from vllm.v1.steering.worker.fired import FiredCounts
 
 assert GATES == 2 * MAX_CONDITIONS, "the engine's conditions and those of a request"

@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.layers.residual.program import words_of
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.plan import Operation
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.programs import Placed, Programs
 

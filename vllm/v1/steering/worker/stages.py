@@ -21,7 +21,7 @@ import torch
 from vllm.model_executor.layers.residual.program import GATE_COLUMNS, OPENED, SEGMENT
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.operations import Operation
+from vllm.v1.steering.plan import Operation
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Gate
 

@@ -12,9 +12,8 @@ import torch
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes, width_at
 from vllm.v1.residual.step_view import StepView
-from vllm.v1.residual.tap import INNER_POINTS, Tap
+from vllm.v1.residual.tap import INNER_POINTS, NO_SHAPES, Shapes, Tap, width_at
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.plan import (
     NO_STEERING,
@@ -31,7 +30,7 @@ from vllm.v1.steering.slots import (
     prefill_row,
 )
 from vllm.v1.steering.worker.bank import Bank
-from vllm.v1.steering.worker.dose_memory import DoseMemory
+from vllm.v1.steering.worker.doses import DoseMemory
 from vllm.v1.steering.worker.features import (
     ENGINES,
     REQUESTS,

@@ -13,10 +13,9 @@ import torch
 
 from vllm.logger import init_logger
 from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.point_shapes import NO_SHAPES, Shapes
 from vllm.v1.residual.steering_actions import Action
 from vllm.v1.residual.step_view import Decoding, StepView
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import NO_SHAPES, Shapes, Tap
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack, total
 from vllm.v1.steering.slots import (

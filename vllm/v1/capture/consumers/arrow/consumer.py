@@ -39,7 +39,7 @@ from vllm.v1.capture.consumers.storage.stored_request import (
 )
 from vllm.v1.capture.errors import fail
 from vllm.v1.capture.types import CaptureContext, CaptureFinalize, CaptureSpec
-from vllm.v1.residual.point_shapes import width_at
+from vllm.v1.residual.tap import width_at
 
 BATCH_BYTES = 16 << 20
 """Approximate size of a batch of rows."""
