@@ -13,7 +13,6 @@ from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import Reference
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.inductor_guard import guard_calls, guard_copies
-from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.program import (
     Flag,
     Instruction,
@@ -21,6 +20,7 @@ from vllm.model_executor.layers.residual.program import (
     Program,
     words_of,
 )
+from vllm.model_executor.layers.residual.tap import ResidualTap
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import HOOKS
 from vllm.config.capture import CaptureConfig
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.tap import ResidualTap
 from vllm.v1.capture.groups import chunks_in
 from vllm.v1.capture.staging.request_pages import RequestPages
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging

@@ -31,8 +31,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.residual.point import ResidualTap
-from vllm.model_executor.layers.residual.tap import num_streams
+from vllm.model_executor.layers.residual.tap import ResidualTap, num_streams
 from vllm.model_executor.residual_weave.stream import HIDDEN_NAMES, Role, role_of
 from vllm.v1.readouts.worker.head_parts import Projected, norms_of
 from vllm.v1.residual.tap import (

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.inductor_guard import guard_calls, guard_copies
-from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.tap import ResidualTap
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.head import final_norm_of

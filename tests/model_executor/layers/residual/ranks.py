@@ -25,13 +25,13 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.residual import tap as residual_tap
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.program import (
     Flag,
     Instruction,
     Kind,
     words_of,
 )
+from vllm.model_executor.layers.residual.tap import ResidualTap
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 WIDTH, ROWS, VECTORS, BASE = 6, 40, 4, 3

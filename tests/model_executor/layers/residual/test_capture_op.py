@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from vllm.model_executor.layers.residual import capture_op
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.spread import SUMMANDS, WHOLE
+from vllm.model_executor.layers.residual.tap import ResidualTap
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH, ROWS, BASE = 6, 40, 5

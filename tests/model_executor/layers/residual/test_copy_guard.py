@@ -10,8 +10,8 @@ from torch._inductor.fx_passes import post_grad
 
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.inductor_guard import guard_copies
-from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.program import Instruction, Kind, words_of
+from vllm.model_executor.layers.residual.tap import ResidualTap
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 

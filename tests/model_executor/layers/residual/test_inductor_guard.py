@@ -21,7 +21,7 @@ from vllm.model_executor.layers.residual.inductor_guard import (
     CONDITIONS,
     guard_calls,
 )
-from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.tap import ResidualTap
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 
 WIDTH, TOKENS = 8, 5

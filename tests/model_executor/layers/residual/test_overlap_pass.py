@@ -15,8 +15,8 @@ from tests.support.compiler import needs_compiler
 from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.overlap_pass import begin_additions_early
-from vllm.model_executor.layers.residual.point import ResidualTap
 from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
+from vllm.model_executor.layers.residual.tap import ResidualTap
 
 WIDTH, TOKENS, VECTORS = 8, 5, 4
 HOOKS = ("pre_attn", "post_attn", "post_block")

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from vllm.model_executor.layers.residual import steer_op
 from vllm.model_executor.layers.residual.capture_op import Launch
-from vllm.model_executor.layers.residual.point import ResidualTap, _steered_in_graph
 from vllm.model_executor.layers.residual.steer_op import EarlyAdditions
+from vllm.model_executor.layers.residual.tap import ResidualTap, _steered_in_graph
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTH, VECTORS, PADDING = 6, 5, 3

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
-from vllm.v1.capture.dispatch.ledger import Rows
-from vllm.v1.capture.dispatch.row_buffer import RowBuffer
+from vllm.v1.capture.dispatch.row_buffer import RowBuffer, Rows
 from vllm.v1.capture.dispatch.step_buffer import StagedStep, rows_in
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.capture.staging.slot_mapping import slots_of

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
 from tests.v1.capture._strategies import plan_for, positions, wanted
-from vllm.v1.capture.dispatch.ledger import Rows
 from vllm.v1.capture.dispatch.request import CapturedRequest, never_started
+from vllm.v1.capture.dispatch.row_buffer import Rows
 from vllm.v1.capture.groups import GroupChunk, chunks_in
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, group_taps

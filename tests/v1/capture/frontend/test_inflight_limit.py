@@ -4,22 +4,15 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend.inflight_limit import (
-    KEEPING,
-    RESULTS,
-    InflightLimit,
-)
-from vllm.v1.capture.frontend.request_tracker import RequestTracker
+from vllm.v1.capture.frontend.inflight_limit import KEEPING, RESULTS, InflightLimit
+from vllm.v1.capture.frontend.request_tracker import HeldBytes, RequestTracker
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader, TapGroup
-from vllm.v1.residual.readout_plan import (
-    KeepWhen,
-    Readout,
-    ReadoutPlan,
-    StopWhen,
-)
+from vllm.v1.residual.readout_plan import KeepWhen, Readout, ReadoutPlan, StopWhen
 from vllm.v1.residual.spans import OPEN_END
 
 CONSUMERS = capabilities_of(
@@ -103,3 +96,34 @@ def test_rows_that_wait_for_a_decision_count_where_they_have_a_limit() -> None:
     inflight.pop(0)
     gc.collect()
     room.reserve(keeps, 4)
+
+
+NAMES = ("inline", "other")
+STATES = ("reserved", "running", "aborted", "unsent")
+sizes = st.dictionaries(st.sampled_from(NAMES), st.integers(0, 100))
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 3), st.sampled_from(STATES), sizes),
+        st.tuples(st.integers(0, 3), st.none(), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@given(steps)
+def test_the_sums_are_those_over_all_requests(steps: list[tuple]) -> None:
+    held, known = HeldBytes(), {}
+    for number, state, given_sizes in steps:
+        if state is None:
+            held.drop(number)
+            known.pop(number, None)
+        else:
+            held.put(number, state, given_sizes)
+            known[number] = state, given_sizes
+        for name in NAMES:
+            expected = {
+                one: sum(size.get(name, 0) for at, size in known.values() if at == one)
+                for one in STATES
+            }
+            assert {one: held.of(name, one) for one in STATES} == expected
+            assert held.of(name, *STATES) == sum(expected.values())

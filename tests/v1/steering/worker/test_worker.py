@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT, Launch
-from vllm.model_executor.layers.residual.point import ResidualTap
+from vllm.model_executor.layers.residual.tap import ResidualTap
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, operation, pack
 from vllm.v1.steering.slots import SlotUse, SteeringStep

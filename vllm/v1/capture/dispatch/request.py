@@ -13,8 +13,13 @@ from typing import Any, TypeAlias
 import torch
 
 from vllm.v1.capture.delivery.packet_queue import Ending
-from vllm.v1.capture.dispatch.ledger import RowLedger, Rows
-from vllm.v1.capture.dispatch.row_buffer import Piece, RowBuffer, joined
+from vllm.v1.capture.dispatch.row_buffer import (
+    Piece,
+    RowBuffer,
+    RowLedger,
+    Rows,
+    joined,
+)
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.memory.row_copy import RowCopy
 from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId

@@ -15,86 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from msgspec import structs
 
-from vllm.model_executor.layers.residual.program import NO_GATE
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.residual.receipts import Effect, ReceiptPart, StepReceipt
-from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.plan import Operation
-from vllm.v1.steering.receipts import effect_of
-from vllm.v1.steering.worker.gates import Gate
+from vllm.v1.residual.receipts import ReceiptPart, StepReceipt
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.requests import RequestTokens
-from vllm.v1.steering.worker.stages import Reader
-
-FIRST_COLUMNS = 16
-
-
-class DoseMemory:
-    """Memory for the doses of a step's tokens, shared by all programs.
-
-    A token has one program, so all programs use the same rows. The memory is allocated
-    when a receipt is first requested, and replaced by more if a program has more
-    effects; programs keep the memory that they were made for.
-    """
-
-    def __init__(self, num_tokens: int, device: torch.device) -> None:
-        self._num_tokens = num_tokens
-        self._device = device
-        self._memory: torch.Tensor | None = None
-
-    def with_columns(self, count: int) -> torch.Tensor:
-        """Memory of at least `count` columns, float32 `[tokens, columns]`."""
-        if self._memory is None or self._memory.shape[1] < count:
-            columns = FIRST_COLUMNS
-            while columns < count:
-                columns *= 2
-            self._memory = torch.empty(self._num_tokens, columns, device=self._device)
-        return self._memory
-
-
-def measured_effects(
-    gates: Iterable[Gate], added: Iterable[Tap], operations: Iterable[Reader]
-) -> tuple[tuple[Effect, ...], list[int]]:
-    """The effects of a phase, with distinct keys: equal operations are numbered.
-
-    Args:
-        gates: all gates that the phase decides.
-        added: the hook points of its plain additions.
-        operations: its operations.
-
-    Returns:
-        The effects, of the gates, the additions and the operations in this order; and
-        for each operation the index of its effect.
-
-    """
-    found = [
-        *(effect_of(gate.condition, gate.column) for gate in gates),
-        *(Effect(*tap, "add", "") for tap in added),
-    ]
-    seen: dict[Effect, int] = defaultdict(int)
-    places: list[int] = []
-    for one, gate, _ in operations:
-        joined = _joined_key(one, gate)
-        effect = Effect(*one.tap, one.op, joined or one.digest)
-        seen[effect] += 1
-        if seen[effect] > 1 and joined:
-            places.append(found.index(effect))
-            continue
-        if seen[effect] > 1:
-            effect = structs.replace(effect, key=f"{effect.key}#{seen[effect]}")
-        places.append(len(found))
-        found.append(effect)
-    return tuple(found), places
-
-
-def _joined_key(one: Operation, gate: Gate | None) -> str:
-    """A key that is equal for features that one instruction changes; else empty."""
-    use = one.details.feature
-    if use is None or use.reads is not None:
-        return ""
-    return f"{use.sae} {use.only_if_active} {NO_GATE if gate is None else gate.column}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import Operation, Vector, place_of
 from vllm.v1.steering.worker.bank import Bank, Kept, Vectors, draft_sum
-from vllm.v1.steering.worker.doses import DoseMemory, measured_effects
+from vllm.v1.steering.worker.dose_memory import DoseMemory, measured_effects
 from vllm.v1.steering.worker.features import (
     together,
 )

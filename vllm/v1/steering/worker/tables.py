@@ -30,7 +30,7 @@ from vllm.v1.steering.slots import (
     prefill_row,
 )
 from vllm.v1.steering.worker.bank import Bank
-from vllm.v1.steering.worker.doses import DoseMemory
+from vllm.v1.steering.worker.dose_memory import DoseMemory
 from vllm.v1.steering.worker.features import (
     ENGINES,
     REQUESTS,
