@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +160,23 @@ class Case:
         config = json.loads(path.read_text())
         config["architectures"] = [self.architecture]
         path.write_text(json.dumps(config))
+
+
+FIELDS = {one.name for one in fields(Case)}
+
+
+def case(
+    architecture: str, model_type: str, variant: str = "plain", **given: Any
+) -> Case:
+    """A case that differs from a plain one by the fields of `Case` that are given.
+
+    Others are options of the model that differ from the common ones.
+    """
+    own = {name: given.pop(name) for name in FIELDS & given.keys()}
+    return Case(
+        architecture=architecture,
+        model_type=model_type,
+        variant=variant,
+        options=common(**given),
+        **own,
+    )

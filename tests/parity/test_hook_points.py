@@ -4,9 +4,7 @@
 A vector that is added there changes the logits as in the library. In float32 a
 difference is rounding, so a small tolerance distinguishes wrong places from right ones;
 the negative controls verify this. In bfloat16 the tolerance is the library's own loss
-in bfloat16 on this machine (`bounds.py`). `make test` runs a representative part; `make
-parity` runs all, and records the results. `tests/gpu/test_parity_cuda.py` runs all on a
-GPU.
+in bfloat16 on this machine (`bounds.py`).
 
 `make test` runs a representative part; `make parity` runs all, and records.
 `tests/gpu/test_parity_cuda.py` runs all on a GPU.

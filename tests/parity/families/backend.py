@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from tests.parity.cases import TOKENS, Case, common
+from tests.parity.cases import TOKENS, Case, case
 from tests.parity.families.llama import LLAMA3, WINDOWED
 from tests.parity.recipe import PARALLEL, PLAIN, POST_NORM, SANDWICH, Recipe
 
@@ -11,33 +11,17 @@ NEOX = {"num_attention_heads": 2}
 BIGCODE = {**TOKENS, "n_embd": 64, "n_layer": 3, "n_head": 2, "n_positions": 128}
 
 
-def case(
-    architecture: str,
-    model_type: str,
-    variant: str = "plain",
-    recipe: Recipe = PLAIN,
-    **options: Any,
-) -> Case:
-    return Case(
-        architecture=architecture,
-        model_type=model_type,
-        variant=variant,
-        options=common(**options),
-        recipe=recipe,
-    )
-
-
 def over(
     architecture: str, model_type: str, recipe: Recipe = PLAIN, **options: Any
 ) -> Case:
     """A case of upstream's own architecture, run by the backend instead."""
-    return Case(
-        architecture=architecture,
-        model_type=model_type,
-        variant="Transformers backend",
-        options=common(**options),
+    return case(
+        architecture,
+        model_type,
+        "Transformers backend",
         recipe=recipe,
         engine={"model_impl": "transformers"},
+        **options,
     )
 
 
@@ -77,19 +61,21 @@ CASES = [
         options=BIGCODE,
         recipe=Recipe(layers="transformer.h"),
     ),
-    Case(
-        architecture="GPTNeoXForCausalLM",
-        model_type="gpt_neox",
-        options=common(use_parallel_residual=True, num_key_value_heads=2),
+    case(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
         recipe=Recipe(layers="gpt_neox.layers", middle=()),
+        use_parallel_residual=True,
+        num_key_value_heads=2,
     ),
-    Case(
-        architecture="GPTNeoXForCausalLM",
-        model_type="gpt_neox",
-        variant="sequential",
+    case(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        "sequential",
         representative=True,
-        options=common(use_parallel_residual=False, num_key_value_heads=2),
         recipe=Recipe(layers="gpt_neox.layers"),
+        use_parallel_residual=False,
+        num_key_value_heads=2,
     ),
     case("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
     case("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", num_experts=4, moe_topk=2),
@@ -114,12 +100,7 @@ CASES = [
         layer_types=WINDOWED,
         sliding_window=16,
     ),
-    Case(
-        architecture="PhiForCausalLM",
-        model_type="phi",
-        options=common(),
-        recipe=Recipe(middle=()),
-    ),
+    case("PhiForCausalLM", "phi", recipe=Recipe(middle=())),
     case("SeedOssForCausalLM", "seed_oss"),
     case("SmolLM3ForCausalLM", "smollm3", no_rope_layers=[1, 0, 1]),
     case("Starcoder2ForCausalLM", "starcoder2", sliding_window=None),

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from tests.parity.cases import Case, common
+from tests.parity.cases import Case, case, common
 from tests.parity.families.llama import MULTIPLIERS, WINDOWED
 from tests.parity.recipe import SCALED, Recipe
 from tests.parity.twins import Twin
@@ -25,24 +25,6 @@ ROUTED = {
     "n_group": 2,
     "topk_group": 1,
 }
-
-
-def case(
-    architecture: str,
-    model_type: str,
-    variant: str = "plain",
-    cannot: str = "",
-    twin: Twin | None = None,
-    **options: Any,
-) -> Case:
-    return Case(
-        twin=twin,
-        cannot=cannot,
-        architecture=architecture,
-        model_type=model_type,
-        variant=variant,
-        options=common(**options),
-    )
 
 
 def laguna(
@@ -72,11 +54,12 @@ def laguna(
 
 
 CASES = [
-    Case(
-        architecture="MixtralForCausalLM",
-        model_type="mixtral",
-        options=common(sliding_window=None, **LOCAL),
+    case(
+        "MixtralForCausalLM",
+        "mixtral",
         representative=True,
+        sliding_window=None,
+        **LOCAL,
     ),
     case("MixtralForCausalLM", "mixtral", "window", sliding_window=16, **LOCAL),
     case(
@@ -112,34 +95,29 @@ CASES = [
         num_experts_per_tok=2,
         num_key_value_heads=2,
     ),
+    case("PhiMoEForCausalLM", "phimoe", attention_bias=True, **LOCAL),
+    case("GraniteMoeForCausalLM", "granitemoe", recipe=SCALED, **LOCAL, **MULTIPLIERS),
     case(
-        "PhiMoEForCausalLM",
-        "phimoe",
-        attention_bias=True,
-        **LOCAL,
-    ),
-    Case(
-        architecture="GraniteMoeForCausalLM",
-        model_type="granitemoe",
-        options=common(**LOCAL, **MULTIPLIERS),
-        recipe=SCALED,
-    ),
-    Case(
-        architecture="GraniteMoeSharedForCausalLM",
-        model_type="granitemoeshared",
-        options=common(shared_intermediate_size=64, **LOCAL, **MULTIPLIERS),
+        "GraniteMoeSharedForCausalLM",
+        "granitemoeshared",
         recipe=Recipe(
             scale=SCALED.scale,
             mlp=EXPERTS,
             shared=("shared_mlp",),
             mlp_in=("post_attention_layernorm",),
         ),
+        shared_intermediate_size=64,
+        **LOCAL,
+        **MULTIPLIERS,
     ),
-    Case(
-        architecture="GraniteMoeSWAForCausalLM",
-        model_type="granitemoe_swa",
-        options=common(sliding_window=16, layer_types=WINDOWED, **LOCAL, **MULTIPLIERS),
+    case(
+        "GraniteMoeSWAForCausalLM",
+        "granitemoe_swa",
         recipe=SCALED,
+        sliding_window=16,
+        layer_types=WINDOWED,
+        **LOCAL,
+        **MULTIPLIERS,
     ),
     case("Glm4MoeForCausalLM", "glm4_moe", first_k_dense_replace=1, **ROUTED),
     case(
@@ -151,18 +129,16 @@ CASES = [
         attention_bias=True,
         **ROUTED,
     ),
-    Case(
-        architecture="Ernie4_5_MoeForCausalLM",
-        model_type="ernie4_5_moe",
-        options=common(
-            moe_num_experts=4,
-            moe_k=2,
-            moe_num_shared_experts=1,
-            moe_intermediate_size=64,
-            moe_layer_start_index=1,
-            moe_layer_end_index=2,
-        ),
+    case(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
         zeros=CORRECTION,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_intermediate_size=64,
+        moe_layer_start_index=1,
+        moe_layer_end_index=2,
     ),
     *(
         case(
@@ -265,16 +241,9 @@ CASES = [
         )
         for architecture in ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
     ),
-    Case(
-        architecture="AfmoeForCausalLM",
-        model_type="afmoe",
-        options=common(
-            num_shared_experts=1,
-            num_dense_layers=1,
-            layer_types=WINDOWED,
-            sliding_window=16,
-            **SPARSE,
-        ),
+    case(
+        "AfmoeForCausalLM",
+        "afmoe",
         recipe=Recipe(
             attention=("post_attention_layernorm",), middle=("pre_mlp_layernorm",)
         ),
@@ -286,5 +255,10 @@ CASES = [
                 "topk_group": 1,
             }
         ),
+        num_shared_experts=1,
+        num_dense_layers=1,
+        layer_types=WINDOWED,
+        sliding_window=16,
+        **SPARSE,
     ),
 ]

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """State-space, linear-attention and convolution mixers, alone or with attention."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
 
-from tests.parity.cases import GENTLE, TOKENS, Case, common
+from tests.parity.cases import GENTLE, TOKENS, Case, case, common
 from tests.parity.families.llama import MULTIPLIERS
 from tests.parity.recipe import SCALED, Point, Recipe, Spot, named
 from tests.parity.stand_ins import TORCHVISION
@@ -126,28 +123,6 @@ SCAN = "the scan of Mamba-1 has no kernel on a CPU"
 MIXER = Recipe(layers="backbone.layers", single=("mixer",))
 
 
-def case(
-    architecture: str,
-    model_type: str,
-    variant: str = "plain",
-    twin: Twin | None = None,
-    cannot: str = "",
-    on_cpu: Mapping[str, Any] | None = None,
-    note: str = "",
-    **options: Any,
-) -> Case:
-    return Case(
-        on_cpu=on_cpu or {},
-        note=note,
-        twin=twin,
-        cannot=cannot,
-        architecture=architecture,
-        model_type=model_type,
-        variant=variant,
-        options=common(**options),
-    )
-
-
 CASES = [
     Case(
         architecture="Mamba2ForCausalLM",
@@ -180,17 +155,18 @@ CASES = [
         mamba_dt_rank=4,
     ),
     *(
-        Case(
-            architecture="GraniteMoeHybridForCausalLM",
-            model_type="granitemoehybrid",
-            variant=variant,
-            options=common(**GRANITE, **options),
+        case(
+            "GraniteMoeHybridForCausalLM",
+            "granitemoehybrid",
+            variant,
             recipe=Recipe(
                 scale=SCALED.scale,
                 mlp=("block_sparse_moe",) if experts else ("shared_mlp",),
                 shared=("shared_mlp",) if experts else (),
                 mlp_in=("post_attention_layernorm",),
             ),
+            **GRANITE,
+            **options,
         )
         for variant, experts, options in [
             ("dense", False, {"num_local_experts": 0}),
@@ -202,41 +178,39 @@ CASES = [
             ),
         ]
     ),
-    Case(
-        architecture="FalconH1ForCausalLM",
-        model_type="falcon_h1",
-        options=common(**FALCON_H1),
+    case(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
         recipe=Recipe(attention=("self_attn",), scale=attention_out),
+        **FALCON_H1,
     ),
-    Case(
-        architecture="FalconH1ForCausalLM",
-        model_type="falcon_h1",
-        variant="multipliers",
-        options=common(
-            **FALCON_H1,
-            attention_out_multiplier=0.5,
-            attention_in_multiplier=0.7,
-            ssm_out_multiplier=0.6,
-            ssm_in_multiplier=1.3,
-            mlp_multipliers=[0.8, 0.9],
-            key_multiplier=0.7,
-            embedding_multiplier=2.0,
-            lm_head_multiplier=0.5,
-        ),
+    case(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        "multipliers",
         recipe=Recipe(attention=("self_attn",), scale=attention_out),
+        **FALCON_H1,
+        attention_out_multiplier=0.5,
+        attention_in_multiplier=0.7,
+        ssm_out_multiplier=0.6,
+        ssm_in_multiplier=1.3,
+        mlp_multipliers=[0.8, 0.9],
+        key_multiplier=0.7,
+        embedding_multiplier=2.0,
+        lm_head_multiplier=0.5,
     ),
     *(
-        Case(
-            architecture=architecture,
-            model_type="nemotron_h",
-            variant=variant,
-            options=common(
-                **NEMOTRON, layers_block_type=blocks, num_hidden_layers=len(blocks)
-            ),
+        case(
+            architecture,
+            "nemotron_h",
+            variant,
             recipe=Recipe(own=nemotron_points),
             cannot="experts without a gate have no kernel on a CPU"
             if "moe" in blocks
             else "",
+            **NEMOTRON,
+            layers_block_type=blocks,
+            num_hidden_layers=len(blocks),
         )
         for architecture in ("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM")
         for variant, blocks in [
@@ -277,15 +251,16 @@ CASES = [
         moe_intermediate_size=64,
     ),
     *(
-        Case(
-            architecture=architecture,
-            model_type=model_type,
-            options=common(**LINEAR, **options),
+        case(
+            architecture,
+            model_type,
             dtype="bfloat16",
             scale=GENTLE,
             seed=seed,
             stand_ins=stand_ins,
             engine=TRITON,
+            **LINEAR,
+            **options,
         )
         for architecture, model_type, options, seed, stand_ins in [
             ("Qwen3NextForCausalLM", "qwen3_next", SPARSE, 0, ()),

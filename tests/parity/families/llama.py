@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from tests.parity.cases import TOKENS, Case, common
+from tests.parity.cases import TOKENS, Case, case, common
 from tests.parity.recipe import SCALED, Recipe
 from tests.parity.substitutes import XIELU
 
@@ -47,16 +47,6 @@ MULTIPLIERS = {
 WINDOWED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def case(architecture: str, model_type: str, variant: str, **options: Any) -> Case:
-    """A case that differs from the common sizes by `options`."""
-    return Case(
-        architecture=architecture,
-        model_type=model_type,
-        variant=variant,
-        options=common(**options),
-    )
-
-
 def llama(variant: str, **options: Any) -> Case:
     return case("LlamaForCausalLM", "llama", variant, **options)
 
@@ -69,20 +59,8 @@ def qwen(architecture: str, model_type: str) -> list[Case]:
 
 
 CASES = [
-    Case(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        options=common(),
-        representative=True,
-    ),
-    Case(
-        architecture="LlamaForCausalLM",
-        model_type="llama",
-        options=common(),
-        dtype="bfloat16",
-        scale=0.1,
-        representative=True,
-    ),
+    case("LlamaForCausalLM", "llama", representative=True),
+    case("LlamaForCausalLM", "llama", dtype="bfloat16", scale=0.1, representative=True),
     llama("bias", attention_bias=True, mlp_bias=True),
     llama("tied", tie_word_embeddings=True),
     llama("multi-head", num_key_value_heads=2),
@@ -119,44 +97,44 @@ CASES = [
     ),
     case("NemotronForCausalLM", "nemotron", "plain"),
     case("NemotronForCausalLM", "nemotron", "bias", attention_bias=True, mlp_bias=True),
-    Case(
-        architecture="ApertusForCausalLM",
-        model_type="apertus",
-        options=common(rope_parameters=LLAMA3),
-        substitute=XIELU,
-    ),
-    Case(
-        architecture="GraniteForCausalLM",
-        model_type="granite",
-        options=common(**MULTIPLIERS),
+    case("ApertusForCausalLM", "apertus", substitute=XIELU, rope_parameters=LLAMA3),
+    case(
+        "GraniteForCausalLM",
+        "granite",
         recipe=SCALED,
         representative=True,
+        **MULTIPLIERS,
     ),
-    Case(
-        architecture="GraniteForCausalLM",
-        model_type="granite",
-        variant="bias",
-        options=common(attention_bias=True, mlp_bias=True, **MULTIPLIERS),
+    case(
+        "GraniteForCausalLM",
+        "granite",
+        "bias",
         recipe=SCALED,
+        attention_bias=True,
+        mlp_bias=True,
+        **MULTIPLIERS,
     ),
-    Case(
-        architecture="GraniteSWAForCausalLM",
-        model_type="granite_swa",
-        options=common(sliding_window=16, layer_types=WINDOWED, **MULTIPLIERS),
+    case(
+        "GraniteSWAForCausalLM",
+        "granite_swa",
         recipe=SCALED,
+        sliding_window=16,
+        layer_types=WINDOWED,
+        **MULTIPLIERS,
     ),
-    Case(
-        architecture="HyperCLOVAXForCausalLM",
-        model_type="hyperclovax",
-        options=common(**MULTIPLIERS),
+    case(
+        "HyperCLOVAXForCausalLM",
+        "hyperclovax",
         recipe=Recipe(attention=("post_norm1",), scale=SCALED.scale),
+        **MULTIPLIERS,
     ),
-    Case(
-        architecture="HyperCLOVAXForCausalLM",
-        model_type="hyperclovax",
-        variant="no post-norm",
-        options=common(use_post_norm=False, **MULTIPLIERS),
+    case(
+        "HyperCLOVAXForCausalLM",
+        "hyperclovax",
+        "no post-norm",
         recipe=SCALED,
+        use_post_norm=False,
+        **MULTIPLIERS,
     ),
     Case(
         architecture="GPT2LMHeadModel",
@@ -177,16 +155,6 @@ CASES = [
         ),
         representative=True,
     ),
-    Case(
-        architecture="StableLmForCausalLM",
-        model_type="stablelm",
-        options=common(),
-        representative=True,
-    ),
-    Case(
-        architecture="StableLmForCausalLM",
-        model_type="stablelm",
-        variant="bias",
-        options=common(use_qkv_bias=True),
-    ),
+    case("StableLmForCausalLM", "stablelm", representative=True),
+    case("StableLmForCausalLM", "stablelm", "bias", use_qkv_bias=True),
 ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.parity.cases import TOKENS, Case, common
+from tests.parity.cases import TOKENS, Case, case
 from tests.parity.families.llama import OPT, WINDOWED
 from tests.parity.recipe import POST_NORM, SANDWICH, Point, Recipe, Spot, named
 from tests.parity.substitutes import EXACT_GELU, NO_LAYER_TABLE
@@ -66,13 +66,7 @@ def opt_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point]:
 def sandwich(
     architecture: str, model_type: str, variant: str = "plain", **options: Any
 ) -> Case:
-    return Case(
-        architecture=architecture,
-        model_type=model_type,
-        variant=variant,
-        options=common(**options),
-        recipe=SANDWICH,
-    )
+    return case(architecture, model_type, variant, recipe=SANDWICH, **options)
 
 
 def gemma3n_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point]:
@@ -89,36 +83,37 @@ def gemma3n_points(layer: nn.Module, recipe: Recipe) -> dict[str, Point]:
 
 
 CASES = [
-    Case(
-        architecture="Gemma3nForCausalLM",
-        model_type="gemma3n_text",
-        options=common(
-            num_hidden_layers=4,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            sliding_window=16,
-            num_kv_shared_layers=2,
-            laurel_rank=8,
-            hidden_size_per_layer_input=16,
-            vocab_size_per_layer_input=256,
-            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
-            tie_word_embeddings=True,
-        ),
+    case(
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
         recipe=Recipe(own=gemma3n_points),
         zeros=("embed_tokens_per_layer",),
         substitute=NO_LAYER_TABLE,
         representative=True,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=16,
+        num_kv_shared_layers=2,
+        laurel_rank=8,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=256,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        tie_word_embeddings=True,
     ),
-    Case(
-        architecture="GemmaForCausalLM",
-        model_type="gemma",
-        options=common(tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
+    case(
+        "GemmaForCausalLM",
+        "gemma",
+        tie_word_embeddings=True,
+        hidden_activation="gelu_pytorch_tanh",
     ),
-    Case(
-        architecture="Gemma2ForCausalLM",
-        model_type="gemma2",
-        options=common(sliding_window=128, tie_word_embeddings=True, **GEMMA),
+    case(
+        "Gemma2ForCausalLM",
+        "gemma2",
         recipe=SANDWICH,
         representative=True,
+        sliding_window=128,
+        tie_word_embeddings=True,
+        **GEMMA,
     ),
     sandwich(
         "Gemma2ForCausalLM",
@@ -130,25 +125,25 @@ CASES = [
         tie_word_embeddings=True,
         **GEMMA,
     ),
-    Case(
-        architecture="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        options=common(
-            sliding_window=16,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            num_hidden_layers=4,
-            **GEMMA,
-        ),
+    case(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
         recipe=SANDWICH,
         representative=True,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=4,
+        **GEMMA,
     ),
-    Case(
-        architecture="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        options=common(sliding_window=16, layer_types=WINDOWED, **GEMMA),
+    case(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
         recipe=SANDWICH,
         dtype="bfloat16",
         scale=0.1,
+        sliding_window=16,
+        layer_types=WINDOWED,
+        **GEMMA,
     ),
     sandwich("Gemma4ForCausalLM", "gemma4_text", **GEMMA4),
     sandwich(
@@ -175,29 +170,31 @@ CASES = [
         top_k_experts=2,
         moe_intermediate_size=64,
     ),
-    Case(
-        architecture="Glm4ForCausalLM",
-        model_type="glm4",
-        options=common(head_dim=64, hidden_size=128),
+    case(
+        "Glm4ForCausalLM",
+        "glm4",
         recipe=Recipe(
             attention=("post_self_attn_layernorm",),
             middle=("post_attention_layernorm",),
         ),
+        head_dim=64,
+        hidden_size=128,
     ),
-    Case(
-        architecture="Exaone4ForCausalLM",
-        model_type="exaone4",
-        options=common(sliding_window=None, layer_types=["full_attention"] * 3),
+    case(
+        "Exaone4ForCausalLM",
+        "exaone4",
         recipe=POST_NORM,
+        sliding_window=None,
+        layer_types=["full_attention"] * 3,
     ),
-    Case(
-        architecture="Exaone4ForCausalLM",
-        model_type="exaone4",
-        variant="window",
-        options=common(
-            sliding_window=16, sliding_window_pattern=2, layer_types=WINDOWED
-        ),
+    case(
+        "Exaone4ForCausalLM",
+        "exaone4",
+        "window",
         recipe=POST_NORM,
+        sliding_window=16,
+        sliding_window_pattern=2,
+        layer_types=WINDOWED,
     ),
     Case(
         architecture="BloomForCausalLM",

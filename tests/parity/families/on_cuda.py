@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.parity.cases import GENTLE, TOKENS, Case, common
+from tests.parity.cases import GENTLE, TOKENS, Case, case, common
 from tests.parity.needs import CUTLASS, DEEP_GEMM
 from tests.parity.recipe import Point, Recipe, Spot, named
 from tests.parity.twins import Twin
@@ -168,10 +168,9 @@ CASES = [
             rename=(("ffn.experts.mlp", "ffn.experts.routed_experts.mlp"),),
         ),
     ),
-    Case(
-        architecture="OlmoHybridForCausalLM",
-        model_type="olmo_hybrid",
-        options=common(**GATED),
+    case(
+        "OlmoHybridForCausalLM",
+        "olmo_hybrid",
         recipe=Recipe(
             attention=("post_attention_layernorm",),
             middle=("mlp",),
@@ -183,6 +182,7 @@ CASES = [
         never="upstream's loader knows its norms under other names than the library"
         " saves, and its three convolutions not at all: they come as parts of one, and"
         " it is not told which part",
+        **GATED,
     ),
     *(
         Case(

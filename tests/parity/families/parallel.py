@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention and MLP in parallel, on the same stream."""
 
-from tests.parity.cases import TOKENS, Case, common
+from tests.parity.cases import TOKENS, Case, case
 from tests.parity.families.llama import WINDOWED
 from tests.parity.recipe import PARALLEL, Recipe
 
@@ -36,54 +36,51 @@ def falcon(variant: str, recipe: Recipe = FALCON_PARALLEL, **options: object) ->
 
 
 CASES = [
-    Case(
-        architecture="CohereForCausalLM",
-        model_type="cohere",
-        options=common(tie_word_embeddings=True),
+    case(
+        "CohereForCausalLM",
+        "cohere",
         recipe=PARALLEL,
         representative=True,
+        tie_word_embeddings=True,
     ),
-    Case(
-        architecture="CohereForCausalLM",
-        model_type="cohere",
-        variant="qk-norm",
-        options=common(tie_word_embeddings=True, use_qk_norm=True),
+    case(
+        "CohereForCausalLM",
+        "cohere",
+        "qk-norm",
         recipe=PARALLEL,
+        tie_word_embeddings=True,
+        use_qk_norm=True,
     ),
     # Upstream's window is one token wider than the library's; no prompt reaches it.
-    Case(
-        architecture="Cohere2ForCausalLM",
-        model_type="cohere2",
-        options=common(
-            tie_word_embeddings=True, sliding_window=128, layer_types=WINDOWED
-        ),
+    case(
+        "Cohere2ForCausalLM",
+        "cohere2",
         recipe=PARALLEL,
+        tie_word_embeddings=True,
+        sliding_window=128,
+        layer_types=WINDOWED,
     ),
-    Case(
-        architecture="Cohere2MoeForCausalLM",
-        model_type="cohere2_moe",
-        options=common(
-            tie_word_embeddings=True,
-            sliding_window=128,
-            layer_types=WINDOWED,
-            mlp_layer_types=["dense", "sparse", "sparse"],
-            num_experts=4,
-        ),
+    case(
+        "Cohere2MoeForCausalLM",
+        "cohere2_moe",
         recipe=PARALLEL,
+        tie_word_embeddings=True,
+        sliding_window=128,
+        layer_types=WINDOWED,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        num_experts=4,
     ),
-    Case(
-        architecture="Cohere2MoeForCausalLM",
-        model_type="cohere2_moe",
-        variant="shared expert",
-        options=common(
-            tie_word_embeddings=True,
-            sliding_window=128,
-            layer_types=WINDOWED,
-            mlp_layer_types=["sparse"] * 3,
-            num_experts=4,
-            num_shared_experts=1,
-        ),
+    case(
+        "Cohere2MoeForCausalLM",
+        "cohere2_moe",
+        "shared expert",
         recipe=PARALLEL,
+        tie_word_embeddings=True,
+        sliding_window=128,
+        layer_types=WINDOWED,
+        mlp_layer_types=["sparse"] * 3,
+        num_experts=4,
+        num_shared_experts=1,
     ),
     falcon("multi-query"),
     falcon("multi-head", multi_query=False),

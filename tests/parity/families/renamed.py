@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architectures that the library has under another name, some of them identical."""
 
-from typing import Any
-
-from tests.parity.cases import TOKENS, Case, common
-from tests.parity.recipe import PLAIN, SANDWICH, SCALED, Recipe
+from tests.parity.cases import TOKENS, Case, case, common
+from tests.parity.recipe import SANDWICH, SCALED
 from tests.parity.twins import Twin
 
 UNBIASED = (*(f"{name}_proj.bias" for name in ("q", "k", "v", "gate", "up")),)
@@ -151,44 +149,22 @@ DEEPSEEK = Twin(
 )
 
 
-def case(
-    architecture: str,
-    model_type: str,
-    twin: Twin | None = None,
-    variant: str = "plain",
-    recipe: Recipe = PLAIN,
-    zeros: tuple[str, ...] = (),
-    cannot: str = "",
-    **options: Any,
-) -> Case:
-    return Case(
-        architecture=architecture,
-        model_type=model_type,
-        variant=variant,
-        options=common(**options),
-        recipe=recipe,
-        twin=twin,
-        zeros=zeros,
-        cannot=cannot,
-    )
-
-
 CASES = [
     case("LLaMAForCausalLM", "llama"),
     case("InternLM3ForCausalLM", "llama"),
     case("InternLM3ForCausalLM", "llama", variant="bias", attention_bias=True),
     case("IQuestCoderForCausalLM", "llama"),
     case("TeleChat3ForCausalLM", "llama"),
-    case("TeleFLMForCausalLM", "llama", Twin(options={"use_mup": False})),
+    case("TeleFLMForCausalLM", "llama", twin=Twin(options={"use_mup": False})),
     case("PanguEmbeddedForCausalLM", "llama", attention_bias=True),
-    case("InternLM2ForCausalLM", "llama", INTERNLM2),
-    case("ExaoneForCausalLM", "llama", EXAONE),
-    case("SolarForCausalLM", "llama", SOLAR),
+    case("InternLM2ForCausalLM", "llama", twin=INTERNLM2),
+    case("ExaoneForCausalLM", "llama", twin=EXAONE),
+    case("SolarForCausalLM", "llama", twin=SOLAR),
     case("MiMoForCausalLM", "qwen2"),
     case(
         "TeleChat2ForCausalLM",
         "llama",
-        TELECHAT2,
+        twin=TELECHAT2,
         zeros=UNBIASED,
         num_attention_heads=1,
         num_key_value_heads=1,
@@ -199,7 +175,7 @@ CASES = [
     case(
         "DeepseekForCausalLM",
         "mixtral",
-        DEEPSEEK,
+        twin=DEEPSEEK,
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=None,
@@ -217,14 +193,14 @@ CASES = [
     case(
         "OrionForCausalLM",
         "stablelm",
-        Twin(options={"rms_norm_eps": 1e-5}),
+        twin=Twin(options={"rms_norm_eps": 1e-5}),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         partial_rotary_factor=1.0,
     ),
     case(
         "MiniCPMForCausalLM",
         "granite",
-        MINICPM,
+        twin=MINICPM,
         recipe=SCALED,
         residual_multiplier=0.4,
         embedding_multiplier=3.0,
@@ -235,7 +211,7 @@ CASES = [
         case(
             architecture,
             "qwen3_moe",
-            BAILING,
+            twin=BAILING,
             num_local_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=64,
@@ -255,10 +231,11 @@ CASES = [
         | {"partial_rotary_factor": 0.5},
         twin=CHATGLM,
     ),
-    Case(
-        architecture="ChatGLMForConditionalGeneration",
-        model_type="glm",
-        options=common(hidden_size=128, head_dim=64),
+    case(
+        "ChatGLMForConditionalGeneration",
+        "glm",
         twin=CHATGLM,
+        hidden_size=128,
+        head_dim=64,
     ),
 ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from tests.parity.cases import Case, common
+from tests.parity.cases import case
 from tests.parity.recipe import Recipe
 
 HIGH, LOW = 2, 1
@@ -40,11 +40,12 @@ def prompt_both_ways(
 
 
 CASES = [
-    Case(
-        architecture="HrmTextForCausalLM",
-        model_type="hrm_text",
-        options=common(**HRM),
+    case(
+        "HrmTextForCausalLM",
+        "hrm_text",
         recipe=Recipe(order=hrm_order, given=prompt_both_ways),
         engine={"max_num_batched_tokens": 64},
+        representative=True,
+        **HRM,
     ),
 ]
