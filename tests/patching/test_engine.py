@@ -13,10 +13,9 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from tests.support.inner_reference import InnerReference as Inside
+from tests.support.inner_reference import InnerReference, Tap
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
-from tests.v1.steering._models import Tap
 from vllm.patching import ablation_sweep, causal_trace, offline, patch_sweep, presets
 from vllm.patching.result import Found
 from vllm.v1.readouts.modules import save_probe
@@ -32,7 +31,6 @@ KINDS = (
 )
 """Plain blocks, norms behind branches, parallel branches, and experts."""
 OF_THE_STREAM = ("pre_attn", "post_attn", "post_block")
-"""Where one reference changes rows; another one does inside the block."""
 ALL = slice(None)
 CLEAN = [(37 * n * n + 11 * n + 3) % _models.VOCAB for n in range(40)]
 CORRUPT = [*CLEAN[:3], 93, *CLEAN[4:]]
@@ -68,7 +66,7 @@ def swept(request: Any, tmp_path_factory: Any) -> Iterator[tuple[Any, Any]]:
         max_num_seqs=32,
         max_logprobs=-1,
     )
-    yield llm, _models.Reference(path)
+    yield llm, InnerReference(path)
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -79,35 +77,11 @@ def hooks_of(llm: Any) -> list[str]:
     return sorted(found - set(READ_ONLY))
 
 
-class Hooks:
-    """Rows and answers of the library at every hook point."""
-
-    def __init__(self, reference: Any) -> None:
-        self.reference = reference
-        self.inside = Inside(reference.model.config._name_or_path)
-
-    def rows(self, prompt: list[int], tap: Tap) -> torch.Tensor:
-        if tap[1] not in OF_THE_STREAM:
-            self.inside.run(prompt)
-            return self.inside.rows[tap].clone()
-        seen: list[torch.Tensor] = []
-
-        def keep(x: torch.Tensor) -> torch.Tensor:
-            seen.append(x.clone())
-            return x
-
-        self.reference.logprobs(prompt, {tap: keep})
-        return seen[0].reshape(len(prompt), -1)
-
-    def difference(
-        self, prompt: list[int], tap: Tap | None = None, change: Any = None
-    ) -> float:
-        if tap is None or tap[1] in OF_THE_STREAM:
-            found = self.reference.logprobs(prompt, {tap: change} if tap else {})[-1]
-        else:
-            with self.inside.changing(tap, change):
-                found = self.inside.run(prompt)[-1]
-        return float(found[ANSWER] - found[FOIL])
+def difference(
+    reference: Any, prompt: list[int], tap: Tap | None = None, change: Any = None
+) -> float:
+    found = reference.logprobs(prompt, {tap: change} if tap else {})[-1]
+    return float(found[ANSWER] - found[FOIL])
 
 
 def replacing(position: int, row: torch.Tensor, part: slice = ALL) -> Any:
@@ -123,7 +97,7 @@ def replacing(position: int, row: torch.Tensor, part: slice = ALL) -> Any:
 @pytest.mark.parametrize("prompt", [CORRUPT, LONGER], ids=["equal", "longer"])
 def test_every_cell_is_what_hooks_do(swept: Any, prompt: list[int]) -> None:
     llm, reference = swept
-    theirs, hooks = Hooks(reference), hooks_of(llm)
+    hooks = hooks_of(llm)
     assert len(hooks) >= 14
     places = sorted({*PLACES, len(prompt) - 1})
     result = patch_sweep(
@@ -136,8 +110,8 @@ def test_every_cell_is_what_hooks_do(swept: Any, prompt: list[int]) -> None:
         foil=FOIL,
         progress=False,
     )
-    assert result.clean == pytest.approx(theirs.difference(CLEAN), abs=BOUND)
-    assert result.corrupt == pytest.approx(theirs.difference(prompt), abs=BOUND)
+    assert result.clean == pytest.approx(difference(reference, CLEAN), abs=BOUND)
+    assert result.corrupt == pytest.approx(difference(reference, prompt), abs=BOUND)
     assert result.noise_floor < 1e-5
     shift = len(prompt) - len(CLEAN)
     points = llm.llm_engine.vllm_config.capture_config.hook_points
@@ -145,14 +119,14 @@ def test_every_cell_is_what_hooks_do(swept: Any, prompt: list[int]) -> None:
         having = [layer for layer in range(_models.LAYERS) if hook in points[layer]]
         moved = 0.0
         for layer in having:
-            rows = theirs.rows(CLEAN, (layer, hook))
+            rows = reference.rows_at(CLEAN, (layer, hook))
             for number, place in enumerate(places):
                 found = float(result.values[hook][layer, number])
                 if shift and 3 <= place < 5:
                     assert math.isnan(found)
                     continue
                 change = replacing(place, rows[place if place < 3 else place - shift])
-                expected = theirs.difference(prompt, (layer, hook), change)
+                expected = difference(reference, prompt, (layer, hook), change)
                 assert found == pytest.approx(expected, abs=BOUND), (hook, layer, place)
                 moved = max(moved, abs(found - result.corrupt))
         # Aligned tokens of unequal prompts are equal, and so are their embeddings.
@@ -162,7 +136,6 @@ def test_every_cell_is_what_hooks_do(swept: Any, prompt: list[int]) -> None:
 
 def test_every_head_is_what_hooks_do(swept: Any) -> None:
     llm, reference = swept
-    theirs = Hooks(reference)
     for hook in ("q", "k", "v", "z"):
         moved = 0.0
         result = patch_sweep(
@@ -179,11 +152,11 @@ def test_every_head_is_what_hooks_do(swept: Any) -> None:
         )
         places = product(enumerate((1, 2)), result.heads, enumerate((3, 39)))
         for (row, layer), head, (column, place) in places:
-            rows = theirs.rows(CLEAN, (layer, hook))
+            rows = reference.rows_at(CLEAN, (layer, hook))
             size = rows.shape[1] // len(result.heads)
             part = slice(head * size, (head + 1) * size)
             change = replacing(place, rows[place], part)
-            expected = theirs.difference(CORRUPT, (layer, hook), change)
+            expected = difference(reference, CORRUPT, (layer, hook), change)
             found = float(result.values[hook][row, head, column])
             assert found == pytest.approx(expected, abs=BOUND), (hook, layer, head)
             moved = max(moved, abs(expected - result.corrupt))
@@ -204,7 +177,7 @@ def test_answers_of_several_tokens_and_distributions(swept: Any) -> None:
 
     asked: dict[str, Any] = {"positions": [3, 39], "layers": [1], "progress": False}
     result = patch_sweep(llm, CLEAN, CORRUPT, answer=answer, foil=foil, **asked)
-    rows = Hooks(reference).rows(CLEAN, (1, "post_block"))
+    rows = reference.rows_at(CLEAN, (1, "post_block"))
     for number, place in enumerate((3, 39)):
         change = {(1, "post_block"): replacing(place, rows[place])}
         found = result.values["post_block"][0, number]
@@ -222,7 +195,7 @@ def test_ablations_and_traces_equal_hooks(swept: Any) -> None:
     llm, reference = swept
     asked: dict[str, Any] = {"positions": PLACES, "answer": ANSWER, "progress": False}
     hook, layer = "post_attn", 1
-    rows = Hooks(reference).rows(CLEAN, (layer, hook))
+    rows = reference.rows_at(CLEAN, (layer, hook))
     for source, row in (("zeros", rows[0] * 0), ("mean", rows.mean(dim=0))):
         result = ablation_sweep(
             llm, CLEAN, source=source, hooks=hook, metric="logprob", **asked
@@ -266,7 +239,7 @@ def test_a_probe_is_a_metric(swept: Any) -> None:
     asked: dict[str, Any] = {"positions": [3], "layers": [0], "progress": False}
     result = patch_sweep(llm, CLEAN, CORRUPT, metric="probe:first", **asked)
     last = _models.LAYERS - 1
-    rows = [Hooks(reference).rows(p, (last, "post_block")) for p in (CLEAN, CORRUPT)]
+    rows = [reference.rows_at(p, (last, "post_block")) for p in (CLEAN, CORRUPT)]
     found = result.clean, result.corrupt
     assert found == pytest.approx([float(one[-1, 0]) for one in rows], abs=BOUND)
 

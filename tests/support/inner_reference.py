@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of the blocks in the Transformers library, recorded and changed by hooks.
+"""The stream and the inside of blocks in the Transformers library, seen and changed.
 
 The places are found by the names of submodules, independent of the fork's.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,17 +53,25 @@ def _watch_attention(file: Any) -> None:
 class InnerReference:
     """A checkpoint, loaded by the library, that computes attention eagerly."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    def __init__(self, source: Path | str | nn.Module) -> None:
+        """Watch the model of a checkpoint, or one that is loaded."""
+        if not isinstance(source, nn.Module):
+            source = transformers.AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch.float32, attn_implementation="eager"
+            )
+        self.model: Any = source.eval()
         inner = getattr(self.model, "model", None) or self.model.transformer
         layers = getattr(inner, "layers", None) or inner.h
         self.rows: dict[Tap, torch.Tensor] = {}
-        """Rows `[tokens, width]` of the last pass."""
+        """Rows `[tokens, width]` of the last pass, or of what has passed of this one.
+
+        They are as before a change at their own place.
+        """
         self.patterns: dict[int, torch.Tensor] = {}
         """Weights `[heads, tokens, tokens]` of the last pass, by layer."""
-        self._changes: dict[Tap, Change] = {}
+        self._changes: Mapping[Tap, Change] = {}
+        self._entered: dict[int, torch.Tensor] = {}
+        """The stream with which each layer begins, after a change."""
         for index, layer in enumerate(layers):
             self._watch(index, layer)
         norm = child(inner, ("norm", "ln_f"))
@@ -84,11 +91,12 @@ class InnerReference:
         self._leaving(layer, (index, "post_block"))
         if index == 0:
             self._entering(layer, (0, "embed"))
+        self._entering(layer, (index, "pre_attn"))
         # Gemma 2 adds the output of norms behind both sublayers.
         behind = hasattr(layer, "post_feedforward_layernorm")
-        self._leaving(
-            layer.post_attention_layernorm if behind else attention, (index, "attn_add")
-        )
+        added = layer.post_attention_layernorm if behind else attention
+        self._leaving(added, (index, "attn_add"))
+        added.register_forward_hook(self._middle(index))
         self._leaving(
             layer.post_feedforward_layernorm if behind else mlp, (index, "mlp_add")
         )
@@ -112,10 +120,13 @@ class InnerReference:
 
     def _entering(self, module: nn.Module, tap: Tap) -> None:
         def hook(module: Any, args: Any, kwargs: Any) -> Any:
+            value = args[0] if args else kwargs["hidden_states"]
+            value = self._pass(tap, value)
+            if tap[1] == "pre_attn":
+                self._entered[tap[0]] = value
             if args:
-                return (self._pass(tap, args[0]), *args[1:]), kwargs
-            given = self._pass(tap, kwargs["hidden_states"])
-            return args, kwargs | {"hidden_states": given}
+                return (value, *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": value}
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -125,6 +136,18 @@ class InnerReference:
             return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
         module.register_forward_hook(hook)
+
+    def _middle(self, index: int) -> Callable[..., Any]:
+        """After attention the stream is what entered and what is added."""
+
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            before, tap = self._entered[index], (index, "post_attn")
+            changed = self._pass(tap, before + _first(output)) - before
+            if tap not in self._changes:
+                return output
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return hook
 
     def _router(self, index: int) -> Callable[..., Any]:
         def hook(module: Any, args: Any, output: Any) -> Any:
@@ -161,18 +184,22 @@ class InnerReference:
         rows = self._pass((index, name), part[0].transpose(0, 1).reshape(tokens, -1))
         return rows.view(tokens, heads, size).transpose(0, 1)[None]
 
-    @contextmanager
-    def changing(self, tap: Tap, change: Change) -> Iterator[None]:
-        """A context in which the rows at a place are changed."""
-        self._changes[tap] = change
-        try:
-            yield
-        finally:
-            del self._changes[tap]
-
-    def run(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def run(
+        self, token_ids: Sequence[int], changes: Mapping[Tap, Change] | None = None
+    ) -> torch.Tensor:
         """Logits `[tokens, words]` of a pass, whose rows can be read afterwards."""
-        self.rows, self.patterns = {}, {}
+        self.rows, self.patterns, self._changes = {}, {}, changes or {}
         with torch.no_grad():
             output = self.model(torch.tensor([list(token_ids)]), use_cache=False)
         return output.logits[0].float()
+
+    def rows_at(self, token_ids: Sequence[int], tap: Tap) -> torch.Tensor:
+        """The rows of a place in a pass without changes."""
+        self.run(token_ids)
+        return self.rows[tap]
+
+    def logprobs(
+        self, token_ids: Sequence[int], changes: Mapping[Tap, Change]
+    ) -> torch.Tensor:
+        """Log-probabilities `[tokens, words]` of a pass with changes, in float64."""
+        return self.run(token_ids, changes).double().log_softmax(dim=-1)

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1300)]
 STEERING = "llama and (post_attn or whole_prompt or batch or slots)"
 CHOSEN = {
     "v1/residual/test_nonfinite_streams": "float32 and (infinite or generates)",
-    "v1/readouts/engine/test_stop_when": "async and (first_token or comes_late)",
+    "v1/readouts/engine/test_stop_when": "async and comes_late",
     "v1/capture/engine/test_rows_rule": "async",
     "v1/capture/engine/test_tight_memory": "async",
     "v1/steering/test_engine": STEERING,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An in-process engine on a tiny model, and readers of its outputs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from tests.support.inner_reference import Change, InnerReference, Tap
 from vllm import LLM, RequestOutput, SamplingParams
 
 
@@ -58,3 +60,23 @@ def logprobs(output: RequestOutput) -> torch.Tensor:
 def tokens(output: RequestOutput) -> list[int]:
     """The generated tokens."""
     return list(output.outputs[0].token_ids)
+
+
+def compared(
+    output: RequestOutput, reference: InnerReference, changes: Mapping[Tap, Change]
+) -> tuple[float, float]:
+    """The largest error of log-probabilities, and the largest effect of the changes.
+
+    Both are relative to the largest log-probability of the library's model.
+    """
+    prompt = list(output.prompt_token_ids or ())
+    ids = [*prompt, *tokens(output)][:-1]
+    expected, plain = (
+        reference.logprobs(ids, some)[len(prompt) - 1 :] for some in (changes, {})
+    )
+    largest = expected.abs().max()
+    wrong, effect = (
+        float((found - expected).abs().max() / largest)
+        for found in (logprobs(output), plain)
+    )
+    return wrong, effect

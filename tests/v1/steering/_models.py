@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random models, and transformers steered by hooks as the reference."""
+"""Tiny random models and vectors."""
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import pytest
 import torch
 import transformers
 
+from tests.support.inner_reference import Change
+
 HIDDEN = 64
 LAYERS = 3
 VOCAB = 128
-
-Tap = tuple[int, str]
-Change = Callable[[torch.Tensor], torch.Tensor]
-"""Maps the stream `[tokens, hidden]` to the value with which the model continues."""
 
 
 def llama_config() -> transformers.PretrainedConfig:
@@ -100,10 +97,6 @@ def matrix() -> list[Any]:
     return [pytest.param(kind, marks=marks[kind]) for kind in sorted(CONFIGS)]
 
 
-ATTENTION = {"gpt2": "attn", "gemma3": "post_attention_layernorm"}
-"""The module whose output is added as the attention branch, if not `self_attn`."""
-
-
 def save(kind: str, folder: Path) -> str:
     """Save a random model with large weights and so with uneven logits."""
     torch.manual_seed(0)
@@ -118,67 +111,10 @@ def save(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-class Reference:
-    """A model of transformers whose stream can be changed at any hook point."""
-
-    def __init__(self, path: str, dtype: torch.dtype = torch.float32) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype
-        ).eval()
-        inner = getattr(self.model, "model", None) or self.model.transformer
-        self.layers = getattr(inner, "layers", None) or inner.h
-        kind = self.model.config.model_type.removesuffix("_text")
-        self.attention = ATTENTION.get(kind, "self_attn")
-
-    @torch.no_grad()
-    def logprobs(
-        self, token_ids: list[int], changes: Mapping[Tap, Change]
-    ) -> torch.Tensor:
-        """Log-probabilities `[tokens, vocab]` with the stream changed at taps."""
-        with ExitStack() as stack:
-            for (layer, hook), change in changes.items():
-                for handle in self._attach(self.layers[layer], hook, change):
-                    stack.callback(handle.remove)
-            logits = self.model(torch.tensor([token_ids])).logits[0]
-        return torch.log_softmax(logits.double(), dim=-1)
-
-    def _attach(self, layer: torch.nn.Module, hook: str, change: Change) -> list[Any]:
-        if hook == "pre_attn":
-            return [
-                layer.register_forward_pre_hook(
-                    lambda _, args: (change(args[0][0])[None], *args[1:])
-                )
-            ]
-        if hook == "post_block":
-            return [layer.register_forward_hook(lambda _, __, out: _first(out, change))]
-        mlp = getattr(layer, "mlp", None)
-        if hook == "mlp_in":
-            return [
-                mlp.register_forward_pre_hook(
-                    lambda _, args: (change(args[0][0])[None], *args[1:])
-                )
-            ]
-        if hook == "mlp_out":
-            return [mlp.register_forward_hook(lambda _, __, out: _first(out, change))]
-        streams: list[torch.Tensor] = []
-
-        def before_layer(_: Any, args: Any) -> None:
-            streams.append(args[0][0])
-
-        def after_attention(_: Any, __: Any, out: Any) -> Any:
-            before = streams[-1]
-            return _first(out, lambda branch: change(before + branch) - before)
-
-        return [
-            layer.register_forward_pre_hook(before_layer),
-            layer.get_submodule(self.attention).register_forward_hook(after_attention),
-        ]
-
-
-def _first(out: Any, change: Change) -> Any:
-    if isinstance(out, tuple):
-        return (change(out[0][0])[None], *out[1:])
-    return change(out[0])[None] if out.dim() == 3 else change(out)
+def vector(seed: int, size: float = 1.0) -> torch.Tensor:
+    """A random vector."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(HIDDEN, generator=generator) * size
 
 
 def add_by_phase(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.inner_reference import InnerReference
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._saes import write_saes
 
@@ -16,7 +17,7 @@ def sae_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session", params=_models.matrix())
 def steered(
     request: Any, tmp_path_factory: Any, sae_paths: dict[str, str]
-) -> Iterator[tuple[Any, _models.Reference]]:
+) -> Iterator[tuple[Any, InnerReference]]:
     """An engine that steers, and its model in transformers."""
     path = _models.save(request.param, tmp_path_factory.mktemp(request.param))
     llm = _engine.engine(
@@ -27,5 +28,5 @@ def steered(
         max_steering_ops=12,
         hook_points=["mlp_in", "mlp_out"],
     )
-    yield llm, _models.Reference(path)
+    yield llm, InnerReference(path)
     llm.llm_engine.engine_core.shutdown()

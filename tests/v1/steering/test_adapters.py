@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.support.adapters import RANK, adapter
+from tests.support.inner_reference import InnerReference
 from tests.support.models import llama
 from tests.support.scripts import load
 from tests.v1.steering import _engine, _models
-from tests.v1.steering._engine import logprobs, params, tokens
+from tests.v1.steering._engine import compared, logprobs, params, tokens
+from tests.v1.steering._models import vector
 from vllm.lora.request import LoRARequest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.multiprocess]
@@ -23,11 +25,6 @@ PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
 SIZE = len(PROMPT)
 ADAPTERS = (None, 1, 2)
 TAP = (1, "post_attn")
-
-
-def vector(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(64, generator=generator)
 
 
 def replaced(stream: torch.Tensor) -> torch.Tensor:
@@ -74,7 +71,7 @@ class Bench:
     """An engine, the reference models of its adapters, and requests."""
 
     llm: Any
-    references: dict[int | None, _models.Reference]
+    references: dict[int | None, InnerReference]
     adapters: dict[int | None, LoRARequest | None]
 
     def run(self, cases: list[tuple[int | None, str]]) -> list[Any]:
@@ -91,11 +88,11 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     path = llama(tmp_path_factory.mktemp("llama"))
-    references = {None: _models.Reference(str(path))}
+    references = {None: InnerReference(path)}
     adapters: dict[int | None, LoRARequest | None] = {None: None}
     for number in (1, 2):
         folder = tmp_path_factory.mktemp("adapter")
-        references[number] = adapted(path, folder, number)
+        references[number] = InnerReference(adapter(path, folder, number).model)
         adapters[number] = LoRARequest(f"adapter {number}", number, str(folder))
     llm = _engine.engine(
         str(path),
@@ -112,14 +109,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     llm.llm_engine.engine_core.shutdown()
 
 
-def adapted(path: Path, folder: Path, seed: int) -> _models.Reference:
-    """The library's model with an adapter's weights merged."""
-    made = _models.Reference(str(path))
-    made.model = adapter(path, folder, seed).model
-    made.layers = made.model.model.layers
-    return made
-
-
 def test_each_of_a_batch_equals_its_solo_run_and_the_library(bench: Bench) -> None:
     outputs = bench.run(CASES)
     different = {tuple(logprobs(output).flatten().tolist()) for output in outputs}
@@ -127,14 +116,11 @@ def test_each_of_a_batch_equals_its_solo_run_and_the_library(bench: Bench) -> No
     for (number, way), output in zip(CASES, outputs, strict=True):
         (alone,) = bench.run([(number, way)])
         assert tokens(alone) == tokens(output), (number, way)
-        found = logprobs(output)
-        assert torch.allclose(found, logprobs(alone), rtol=1e-5, atol=1e-5)
+        assert torch.allclose(logprobs(output), logprobs(alone), rtol=1e-5, atol=1e-5)
         change = WAYS[way][1]
-        expected = bench.references[number].logprobs(
-            [*PROMPT, *tokens(output)][:-1], {} if change is None else {TAP: change}
-        )[SIZE - 1 :]
-        error = (found - expected).abs().max() / expected.abs().max()
-        assert error < 1e-4, (number, way, float(error))
+        changes = {} if change is None else {TAP: change}
+        error, _ = compared(output, bench.references[number], changes)
+        assert error < 1e-4, (number, way, error)
 
 
 def test_the_engines_vectors_steer_adapters_too(bench: Bench) -> None:
@@ -146,11 +132,8 @@ def test_the_engines_vectors_steer_adapters_too(bench: Bench) -> None:
         llm.clear_steering()
     change = _models.add_by_phase(SIZE, vector(7), vector(7))
     for number, output in zip(ADAPTERS, outputs, strict=True):
-        expected = bench.references[number].logprobs(
-            [*PROMPT, *tokens(output)][:-1], {TAP: change}
-        )[SIZE - 1 :]
-        error = (logprobs(output) - expected).abs().max() / expected.abs().max()
-        assert error < 1e-4, (number, float(error))
+        error, _ = compared(output, bench.references[number], {TAP: change})
+        assert error < 1e-4, (number, error)
 
 
 def test_an_oracle_reads_the_row_of_another_run(
@@ -160,15 +143,9 @@ def test_an_oracle_reads_the_row_of_another_run(
     monkeypatch.syspath_prepend(str(EXAMPLES))
     example = load(EXAMPLES, "oracle")
     subject, before, after = PROMPT[:7], PROMPT[3:8], PROMPT[8:]
-    seen: list[torch.Tensor] = []
-
-    def look(stream: torch.Tensor) -> torch.Tensor:
-        seen.append(stream.clone())
-        return stream
-
-    bench.references[None].logprobs(subject, {example.READ: look})
+    read = bench.references[None].rows_at(subject, example.READ)
     row = example.row_of(bench.llm, subject)
-    assert torch.allclose(row, seen[0][-1], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(row, read[-1], rtol=1e-4, atol=1e-4)
 
     def inject(stream: torch.Tensor) -> torch.Tensor:
         changed, place = stream.clone(), len(before) - 1
@@ -180,10 +157,6 @@ def test_an_oracle_reads_the_row_of_another_run(
         output = example.ask(
             bench.llm, oracle, row, before, after, max_tokens=4, logprobs=-1
         )
-        ids = [*before, *after, *tokens(output)][:-1]
-        first = len(before + after) - 1
-        expected = bench.references[number].logprobs(ids, {example.WRITE: inject})
-        plain = bench.references[number].logprobs(ids, {})
-        largest = expected.abs().max()
-        assert (logprobs(output) - expected[first:]).abs().max() / largest < 1e-4
-        assert (plain - expected)[first:].abs().max() / largest > 1e-3
+        changes = {example.WRITE: inject}
+        wrong, effect = compared(output, bench.references[number], changes)
+        assert wrong < 1e-4 and effect > 1e-3

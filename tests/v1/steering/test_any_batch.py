@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support import asynchronous
 from tests.v1.readouts._reading import write_modules
 from tests.v1.steering import _engine, _models
+from tests.v1.steering._models import vector
 from vllm import SamplingParams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -30,10 +31,6 @@ TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vector
 LENGTHS, MAX_TOKENS = [1, 7, 31, 33, 64, 70], [1, 2, 8, 50]
 OWN = {"key", "request_id", "steps"}
 """Fields of answers that name the request, or depend on the batch."""
-
-
-def vector(seed: int) -> torch.Tensor:
-    return torch.randn(_models.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 vectors = st.integers(0, 30).map(vector)

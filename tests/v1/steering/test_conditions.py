@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries with a condition act where the probe fires, like hooks in transformers."""
 
-import base64
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.inner_reference import InnerReference
 from tests.v1.steering import _engine, _models
-from tests.v1.steering._engine import generate, logprobs, params, tokens
+from tests.v1.steering._engine import compared, generate, logprobs, params, tokens
+from tests.v1.steering._models import vector
 from vllm.v1.readouts.modules import save_probe
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -22,10 +23,6 @@ SIZE = len(PROMPT)
 GENERATED = 8
 
 
-def vector(seed: int) -> torch.Tensor:
-    return torch.randn(_models.HIDDEN, generator=torch.Generator().manual_seed(seed))
-
-
 PROBE, V, W = vector(1), vector(2), vector(3)
 P, U = PROBE.double(), (V / V.norm()).double()
 NAMED = torch.stack([vector(8), 0.1 * PROBE])
@@ -34,7 +31,7 @@ NAMED = torch.stack([vector(8), 0.1 * PROBE])
 @pytest.fixture(scope="module", params=_models.matrix())
 def steered(
     request: Any, tmp_path_factory: Any
-) -> Iterator[tuple[Any, _models.Reference]]:
+) -> Iterator[tuple[Any, InnerReference]]:
     folder: Path = tmp_path_factory.mktemp(request.param)
     path = _models.save(request.param, folder / "model")
     file = str(folder / "probe.safetensors")
@@ -49,7 +46,7 @@ def steered(
         max_steering_configs=8,
         readout_modules={"mood": file},
     )
-    yield llm, _models.Reference(path)
+    yield llm, InnerReference(path)
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -73,16 +70,10 @@ class Case:
     below: bool = False
     sharpness: float | None = None
 
-    def threshold(self, reference: _models.Reference) -> float:
+    def threshold(self, reference: InnerReference) -> float:
         """A threshold above which about half of the prompt's tokens lie clearly."""
-        found: list[torch.Tensor] = []
-
-        def look(stream: torch.Tensor) -> torch.Tensor:
-            found.append(self.values(stream.double()))
-            return stream
-
-        reference.logprobs(PROMPT, {self.tap: look})
-        middle = found[0].sort().values[SIZE // 4 : -SIZE // 4]
+        found = self.values(reference.rows_at(PROMPT, self.tap).double())
+        middle = found.sort().values[SIZE // 4 : -SIZE // 4]
         widest = int(middle.diff().argmax())
         return float(middle[widest : widest + 2].mean())
 
@@ -136,36 +127,24 @@ ENTRIES: dict[str, tuple[dict[str, Any], Change]] = {
 
 
 def changes(
-    case: Case, threshold: float, change: Change, from_row: int = 0
+    reference: InnerReference,
+    case: Case,
+    threshold: float,
+    change: Change,
+    from_row: int = 0,
 ) -> dict[Any, _models.Change]:
-    """The hooks in transformers: read at the probe's place, change at the entry's."""
-    found: list[torch.Tensor] = []
-
-    def look(stream: torch.Tensor) -> torch.Tensor:
-        found.append(case.gate(stream, threshold))
-        return stream
+    """The hook in transformers: read at the probe's place, change at the entry's."""
 
     def act(stream: torch.Tensor) -> torch.Tensor:
-        if case.tap == ACTS:
-            look(stream)
-        changed = change(stream.double(), found[-1]).to(stream.dtype)
+        gate = case.gate(reference.rows[case.tap], threshold)
+        changed = change(stream.double(), gate).to(stream.dtype)
         return torch.cat([stream[:from_row], changed[from_row:]])
 
-    return {ACTS: act} if case.tap == ACTS else {case.tap: look, ACTS: act}
+    return {ACTS: act}
 
 
 def at(*entries: dict[str, Any], tap: tuple[int, str] = ACTS) -> dict[str, Any]:
     return {tap[1]: {tap[0]: list(entries)}}
-
-
-def error(output: Any, reference: Any, changed: Any) -> tuple[float, float]:
-    """The largest error, and the largest effect, relative to the largest value."""
-    ids = PROMPT + tokens(output)
-    expected = reference.logprobs(ids[:-1], changed)[SIZE - 1 :]
-    plain = reference.logprobs(ids[:-1], {})[SIZE - 1 :]
-    largest = expected.abs().max()
-    wrong = (logprobs(output) - expected).abs().max() / largest
-    return float(wrong), float((expected - plain).abs().max() / largest)
 
 
 @pytest.mark.parametrize("tier", ["steering_vectors", "decode_steering_vectors"])
@@ -184,8 +163,8 @@ def test_an_entry_acts_where_its_probe_fires(steered: Any, tier: str) -> None:
     outputs = generate(llm, [PROMPT] * len(triples), sampling)
     effects = []
     for (case, threshold, (_, change)), output in zip(triples, outputs, strict=True):
-        changed = changes(case, threshold, change, first)
-        wrong, effect = error(output, reference, changed)
+        changed = changes(reference, case, threshold, change, first)
+        wrong, effect = compared(output, reference, changed)
         assert wrong < 1e-4, (case, wrong)
         effects.append(effect)
     did = sum(effect > 1e-3 for effect in effects)
@@ -218,18 +197,13 @@ def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
     plain = generate(llm, prompts, [params(length) for length in lengths])
     assert llm.reset_prefix_cache()
     deciding: list[torch.Tensor] = []
-
-    def look(stream: torch.Tensor) -> torch.Tensor:
-        values = case.values(stream.double())
+    for prompt, output in zip(prompts, plain, strict=True):
+        ids, size = (prompt + tokens(output))[:-1], len(prompt)
+        values = case.values(reference.rows_at(ids, case.tap).double())
         if name == "prompt, mean":
             deciding.append(values[:size].mean())
         else:
             deciding.append(values[size:].max() if name == "rest" else values[size - 1])
-        return stream
-
-    for prompt, output in zip(prompts, plain, strict=True):
-        size = len(prompt)
-        reference.logprobs((prompt + tokens(output))[:-1], {case.tap: look})
     # Some of the requests fire, some do not, and none of them narrowly.
     ordered = torch.stack(deciding).sort().values
     widest = int(ordered.diff().argmax())
@@ -239,7 +213,7 @@ def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
     outputs = generate(llm, prompts, asked)
     open_, shut = 0, 0
     for prompt, output in zip(prompts, outputs, strict=True):
-        ids, size = prompt + tokens(output), len(prompt)
+        size = len(prompt)
         gates: list[torch.Tensor] = []
 
         def decide(stream: torch.Tensor, size: int = size, gates: Any = gates) -> Any:
@@ -257,10 +231,8 @@ def test_a_decision_holds_for_later_tokens(steered: Any, name: str) -> None:
         def act(stream: torch.Tensor, gates: Any = gates) -> torch.Tensor:
             return change(stream.double(), gates[-1]).to(stream.dtype)
 
-        changed = {case.tap: decide, ACTS: act}
-        expected = reference.logprobs(ids[:-1], changed)[size - 1 :]
-        wrong = (logprobs(output) - expected).abs().max() / expected.abs().max()
-        assert wrong < 1e-4, (name, size, float(wrong))
+        wrong, _ = compared(output, reference, {case.tap: decide, ACTS: act})
+        assert wrong < 1e-4, (name, size, wrong)
         open_ += bool(gates[-1].any())
         shut += not gates[-1][size:].all()
     assert open_, "no gate was ever open"
@@ -274,14 +246,8 @@ def first_to_fire(
     for seed in range(50):
         drawn = torch.Generator().manual_seed(seed)
         prompt = torch.randint(_models.VOCAB, (SIZE,), generator=drawn).tolist()
-        found: list[torch.Tensor] = []
-
-        def look(stream: torch.Tensor, found: Any = found) -> torch.Tensor:
-            found.append(case.values(stream.double()))
-            return stream
-
-        reference.logprobs(prompt, {case.tap: look})
-        highest = found[0].cummax(dim=0).values
+        found = case.values(reference.rows_at(prompt, case.tap).double())
+        highest = found.cummax(dim=0).values
         grown = highest.diff()[low - 1 : high - 1]
         place = int(grown.argmax()) + low
         if float(grown.max()) > 1e-2 * float(highest[-1].abs()):
@@ -320,10 +286,7 @@ def test_a_prompt_token_decides_for_the_rest(
 
     for output in both:
         assert output.num_cached_tokens == 0, "a token that fires may be in the block"
-        ids = prompt + tokens(output)
-        changed = {case.tap: decide, ACTS: act}
-        expected = reference.logprobs(ids[:-1], changed)[SIZE - 1 :]
-        assert (logprobs(output) - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert compared(output, reference, {case.tap: decide, ACTS: act})[0] < 1e-4
         assert not torch.equal(logprobs(output), logprobs(plain))
     open_ = gates[-1][:, 0].nonzero()[:, 0].tolist()
     assert bounds[0] <= open_[0] < bounds[1]
@@ -405,22 +368,18 @@ def test_the_engine_and_a_request_have_conditions_of_their_own(steered: Any) -> 
     finally:
         llm.clear_steering()
     unit = (W / W.norm()).double()
-    gates: list[torch.Tensor] = []
-
-    def look(stream: torch.Tensor) -> torch.Tensor:
-        gates.append(mine.gate(stream, limits[0]))
-        return stream
 
     def add(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         return x + g * V.double()
 
     def project(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        x = add(x, g)
-        return x - gates[-1] * (x @ unit)[:, None] * unit
+        x, own = add(x, g), mine.gate(reference.rows[mine.tap], limits[0])
+        return x - own * (x @ unit)[:, None] * unit
 
-    assert error(only, reference, changes(ours, limits[1], add))[0] < 1e-4
-    changed = {mine.tap: look, **changes(ours, limits[1], project)}
-    wrong, effect = error(both, reference, changed)
+    changed = changes(reference, ours, limits[1], add)
+    assert compared(only, reference, changed)[0] < 1e-4
+    changed = changes(reference, ours, limits[1], project)
+    wrong, effect = compared(both, reference, changed)
     assert wrong < 1e-4 < effect
 
 
@@ -478,36 +437,6 @@ def test_bad_conditions_are_refused_before_anything_is_scheduled(steered: Any) -
         generate(llm, [PROMPT], [params(1, steering_vectors=at(*many))])
 
 
-def test_gates_of_the_earlier_fork_act_as_entries_with_conditions(
-    steered: Any,
-) -> None:
-    llm, reference = steered
-    case = CASES["here"]
-    threshold = case.threshold(reference)
-    layer, hook = case.tap
-
-    def packed(one: torch.Tensor) -> dict[str, Any]:
-        data = base64.b64encode(one.numpy().tobytes()).decode()
-        rows = {"dtype": "float32", "shape": [1, len(one)], "data": data}
-        return {"kind": "inline", "packed": {hook: rows | {"layer_indices": [layer]}}}
-
-    for scope, ours in (("this_token", "token"), ("rest_of_request", "rest")):
-        if ours == "rest":
-            threshold = -1e6  # The first generated token fires.
-        probe = {"kind": "probe", "probe": packed(PROBE), "threshold": threshold}
-        apply = {"kind": "add", "steer": packed(V), "strength": 2.0}
-        gate = {"when": probe, "scope": scope, "apply": apply}
-        when = case.when(threshold) | {"scope": ours}
-        if ours == "token":
-            when["sharpness"] = 1.0
-        entry = at({"vector": V, "scale": 2, "when": when})
-        asked = [params(steering=[gate]), params(decode_steering_vectors=entry)]
-        found = [generate(llm, [PROMPT], [one])[0] for one in asked]
-        assert torch.equal(logprobs(found[0]), logprobs(found[1]))
-        plain = generate(llm, [PROMPT], [params()])[0]
-        assert not torch.equal(logprobs(found[0]), logprobs(plain))
-
-
 def test_a_receipt_says_what_was_done_and_costs_nothing(steered: Any) -> None:
     llm, reference = steered
     case, size, before = CASES["named"], 2.0, llm.get_steering()["fired"]
@@ -535,19 +464,15 @@ def test_a_receipt_says_what_was_done_and_costs_nothing(steered: Any) -> None:
         doses["add"] = (size * W.double()).norm() / stream.double().norm(dim=1)
         return changed.to(stream.dtype)
 
-    def look(stream: torch.Tensor) -> torch.Tensor:
-        gates.append(case.gate(stream, threshold))
-        return stream
-
     def project(stream: torch.Tensor) -> torch.Tensor:
+        gates.append(case.gate(reference.rows[case.tap], threshold))
         x = stream.double()
         change = gates[-1] * (x @ U)[:, None] * U
         doses["project_out"] = change.norm(dim=1) / x.norm(dim=1)
         return (x - change).to(stream.dtype)
 
     ids = (PROMPT + tokens(told))[:-1]
-    taps = {case.tap: look, (1, "pre_attn"): add, ACTS: project}
-    reference.logprobs(ids, taps)
+    reference.logprobs(ids, {(1, "pre_attn"): add, ACTS: project})
     applied = told.steering["applied"]
     places = {(e["layer"], e["hook"], e["op"]) for e in applied}
     assert places == {(1, "pre_attn", "add"), (*ACTS, "project_out")}

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.inner_reference import InnerReference
 from tests.v1.residual.sae import _layouts
 from tests.v1.steering import _models
-from tests.v1.steering._engine import generate, logprobs, params, tokens
+from tests.v1.steering._engine import compared, generate, logprobs, params
 from tests.v1.steering._saes import (
     FEATURES,
     NAMES,
@@ -30,7 +31,7 @@ GENERATED = 6
 @pytest.fixture
 def featured(
     steered: Any, sae_paths: dict[str, str]
-) -> tuple[Any, _models.Reference, dict[str, SparseAutoencoder]]:
+) -> tuple[Any, InnerReference, dict[str, SparseAutoencoder]]:
     """The shared engine, its reference and its SAEs."""
     return *steered, {name: load_sae(one) for name, one in sae_paths.items()}
 
@@ -76,14 +77,8 @@ def entries(name: str, wanted: Wanted, tap: tuple[int, str] = TAP) -> dict[str, 
 
 def active(reference: Any, sae: SparseAutoencoder) -> list[int]:
     """Features that are active at some of the prompt's tokens only."""
-    found: list[torch.Tensor] = []
-
-    def look(stream: torch.Tensor) -> torch.Tensor:
-        found.append(encode(sae, stream))
-        return stream
-
-    reference.logprobs(PROMPT, {TAP: look})
-    share = (found[0] != 0).double().mean(dim=0)
+    found = encode(sae, reference.rows_at(PROMPT, TAP))
+    share = (found != 0).double().mean(dim=0)
     order = (share - 0.5).abs().argsort()
     return [int(feature) for feature in order[:3]]
 
@@ -107,7 +102,6 @@ def test_features_are_set_added_to_and_scaled(featured: Any) -> None:
     ]
     outputs = generate(llm, [PROMPT] * len(cases), sampling)
     for (name, wanted), output in zip(cases, outputs, strict=True):
-        ids = PROMPT + tokens(output)
 
         def change(x: torch.Tensor, name: str = name, wanted: Any = wanted) -> Any:
             several = wanted
@@ -117,14 +111,8 @@ def test_features_are_set_added_to_and_scaled(featured: Any) -> None:
                 x = changed(saes[name], dict([one]), x).to(x.dtype)
             return x
 
-        expected = reference.logprobs(ids[:-1], {TAP: change})[SIZE - 1 :]
-        plain = reference.logprobs(ids[:-1], {})[SIZE - 1 :]
-        largest = expected.abs().max()
-        assert (logprobs(output) - expected).abs().max() / largest < 1e-4, (
-            name,
-            wanted,
-        )
-        assert (plain - expected).abs().max() / largest > 1e-3, (name, wanted)
+        wrong, effect = compared(output, reference, {TAP: change})
+        assert wrong < 1e-4 and effect > 1e-3, (name, wanted)
 
 
 @pytest.mark.parametrize("name", [*TRANSCODERS, *SELECTING])
@@ -135,14 +123,7 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
     sae = saes[name]
     reads, writes = sae.reads.tap, sae.writes.tap
     probe = torch.randn(_models.HIDDEN, generator=torch.Generator().manual_seed(1))
-    found: list[torch.Tensor] = []
-
-    def read(stream: torch.Tensor) -> torch.Tensor:
-        found.append(stream.double())
-        return stream
-
-    reference.logprobs(PROMPT, {reads: read})
-    share = (encode(sae, found[-1]) != 0).double().mean(dim=0)
+    share = (encode(sae, reference.rows_at(PROMPT, reads)) != 0).double().mean(dim=0)
     first, second, *_ = map(int, (share - 0.5).abs().argsort())
     decides = (writes[0], "pre_attn")
     layer, hook = decides
@@ -160,15 +141,9 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
         sampling.append(params(GENERATED, steering_vectors=spec))
     outputs = generate(llm, [PROMPT] * len(cases), sampling)
     for (wanted, gate), output in zip(cases, outputs, strict=True):
-        ids, gates = PROMPT + tokens(output), [torch.ones(1, 1)]
 
-        def decide(stream: torch.Tensor, gates: Any = gates, gate: Any = gate) -> Any:
-            if gate is not None:
-                gates.append((stream.double() @ probe.double() > 0).double()[:, None])
-            return stream if reads != decides else read(stream)
-
-        def act(x: torch.Tensor, wanted: Any = wanted, gates: Any = gates) -> Any:
-            activations = encode(sae, found[-1]).double()
+        def act(x: torch.Tensor, wanted: Any = wanted, gate: Any = gate) -> Any:
+            activations = encode(sae, reference.rows[reads].double()).double()
             change = torch.zeros_like(x, dtype=torch.float64)
             for feature, (mode, value, only) in wanted.items():
                 a = activations[:, feature]
@@ -176,14 +151,12 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
                 amount = new.get(mode, a * value) - a
                 amount = amount * (a != 0) if only else amount
                 change += amount[:, None] * sae.w_dec[feature].double()
-            return (x.double() + gates[-1] * change).to(x.dtype)
+            if gate is not None:
+                change *= (reference.rows[decides] @ probe > 0)[:, None]
+            return (x.double() + change).to(x.dtype)
 
-        taps = {reads: read, decides: decide, writes: act}
-        expected = reference.logprobs(ids[:-1], taps)[SIZE - 1 :]
-        plain = reference.logprobs(ids[:-1], {})[SIZE - 1 :]
-        largest = expected.abs().max()
-        assert (logprobs(output) - expected).abs().max() / largest < 1e-4, wanted
-        assert (plain - expected).abs().max() / largest > 1e-3, wanted
+        wrong, effect = compared(output, reference, {writes: act})
+        assert wrong < 1e-4 and effect > 1e-3, wanted
 
 
 def test_the_engine_steers_all_by_a_feature_and_keeps_its_sae(featured: Any) -> None:
@@ -214,14 +187,7 @@ def test_a_receipt_has_one_dose_for_features_that_are_changed_together(
     wanted = together | {third: ("set", 7.0, True)}
     spec = entries("jump", wanted)
     asked = params(1, steering_vectors=spec, steering_receipt=True)
-    found: list[torch.Tensor] = []
-
-    def look(stream: torch.Tensor) -> torch.Tensor:
-        found.append(stream.double())
-        return stream
-
-    reference.logprobs(PROMPT, {TAP: look})
-    x = found[0]
+    x = reference.rows_at(PROMPT, TAP).double()
     change = changed(saes["jump"], together, x) - x
     (output,) = generate(llm, [PROMPT], [asked])
     both, _ = output.steering["applied"]

@@ -7,10 +7,10 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-import torch
 
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
+from tests.v1.steering._models import vector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -30,11 +30,6 @@ def llm(tmp_path_factory: Any) -> Iterator[Any]:
 def cold(llm: Any) -> None:
     llm.clear_steering()
     assert llm.reset_prefix_cache()
-
-
-def vector(seed: int) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return torch.randn(_models.HIDDEN)
 
 
 def spec(seed: int) -> Any:

@@ -159,8 +159,7 @@ class Pair:
         output = self.ask(steering={hook: {layer: entry}})
         fed = [*PROMPT, *output.outputs[0].token_ids][:-1]
         plain = self.reference.run(fed)[len(PROMPT) - 1 :]
-        with self.reference.changing(tap, change):
-            expected = self.reference.run(fed)[len(PROMPT) - 1 :]
+        expected = self.reference.run(fed, {tap: change})[len(PROMPT) - 1 :]
         check_effect(self.logits(output), plain, expected)
 
 

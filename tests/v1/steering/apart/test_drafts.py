@@ -9,6 +9,7 @@ import torch
 
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
+from tests.v1.steering._models import vector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,11 +24,6 @@ SPECULATION = {
 NEW_TOKENS = 24
 PROMPTS = [[(7 * i + 3 * j) % _models.VOCAB for j in range(6)] * 4 for i in range(3)]
 """Repetitive prompts, so that drafts are proposed."""
-
-
-def vector(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(_models.HIDDEN, generator=generator)
 
 
 def at(entry: Any, layer: int = 1, hook: str = "post_attn") -> dict[str, Any]:
