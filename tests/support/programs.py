@@ -189,7 +189,8 @@ def _decide(one: Instruction, stream: Tensor, tokens: Tensor, gates: Tensor) -> 
     decided = value + one.c0
     if not one.flags & Flag.VALUE:
         beyond = one.c3 * (decided - one.c2)
-        decided = torch.sigmoid(one.c1 * beyond) if one.c1 else (beyond > 0).float()
+        fires = (beyond > 0).to(value.dtype)
+        decided = torch.sigmoid(one.c1 * beyond) if one.c1 else fires
     if one.flags & Flag.KEEP:
         decided = torch.maximum(decided, gates[tokens, one.gate])
     gates[tokens, one.gate] = decided
