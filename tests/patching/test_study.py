@@ -140,19 +140,6 @@ def test_the_divergence_is_from_the_clean_run(effect: str) -> None:
     assert (np.exp(p) * (p - q)).sum() >= expected > 0  # No more than the whole.
 
 
-def test_an_ablation_compares_with_the_prompt_itself() -> None:
-    toy = Toy()
-    result = toy.sweep(
-        prompt=CLEAN, source="zeros", hooks=HOOKS, answer=7, metric="logprob"
-    ).result
-    assert result.clean == pytest.approx(toy.run(CLEAN)[1][7])
-    assert math.isnan(result.corrupt) and result.noise_floor < 1e-9
-    for hook, values in result.values.items():
-        for (layer, position), found in np.ndenumerate(values):
-            steering = patched(toy, layer, hook, position, np.zeros(4))
-            assert found == pytest.approx(toy.run(CLEAN, steering)[1][7], abs=1e-5)
-
-
 def test_means_and_noise_are_of_the_prompts_own_rows() -> None:
     toy = Toy()
     rows = toy.run(CLEAN)[0][1, "post_attn"]
@@ -169,29 +156,6 @@ def test_means_and_noise_are_of_the_prompts_own_rows() -> None:
 
     assert np.array_equal(noised(0), noised(0))
     assert not np.allclose(noised(0)[:-1], noised(1)[:-1])
-
-
-def test_a_trace_restores_a_disturbed_subject() -> None:
-    toy = Toy()
-    study = toy.sweep(
-        prompt=CLEAN, subject=[1, 2], hooks=HOOKS, answer=7, metric="logprob"
-    )
-    result = study.result
-    assert study.plan.noise is not None
-    noise = study.plan.noise()
-    assert result.clean == pytest.approx(toy.run(CLEAN)[1][7])
-    assert result.corrupt == pytest.approx(toy.run(CLEAN, noise)[1][7])
-    rows = toy.run(CLEAN)[0]
-    for hook, values in result.values.items():
-        for (layer, position), found in np.ndenumerate(values):
-            steering = {h: dict(of) for h, of in noise.items()}
-            entry = patched(toy, layer, hook, position, rows[layer, hook][position])
-            for here in entry[hook].values():
-                before = steering.setdefault(hook, {}).get(layer, [])
-                steering[hook][layer] = [*before, *here]
-            assert found == pytest.approx(toy.run(CLEAN, steering)[1][7], abs=1e-5)
-    # The first token is before the subject, so nothing about it is to be restored.
-    assert result.values["pre_attn"][0, 0] == np.float32(result.corrupt)
 
 
 def test_positions_of_a_group_are_patched_together() -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of probes and translators say what they are, and for which model."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from tests.v1.residual.sae import _layouts
@@ -149,33 +148,13 @@ def test_a_module_is_for_hook_points_that_the_loaded_model_has() -> None:
             check_place(replace(info(""), tap=tap), points)
 
 
-@pytest.mark.parametrize("wrong", ["dtype", "many", "settings", "nested", "shapes"])
-def test_what_cannot_be_read_is_an_error_of_the_path(
-    tmp_path: Path, wrong: str
-) -> None:
-    """Torch has no operations for some dtypes (HTTP 501); others were 500."""
-    path = tmp_path / "mood.safetensors"
+def test_a_probe_of_too_many_rows_is_an_error_of_the_path(tmp_path: Path) -> None:
+    path = str(tmp_path / "mood.safetensors")
     said = {"format": FORMAT, "kind": "probe"}
-    if wrong in ("dtype", "many"):
-        vectors = torch.ones(5000 if wrong == "many" else 1, 4)
-        vectors = vectors.to(torch.float8_e4m3fn) if wrong == "dtype" else vectors
-        save_file({"vectors": vectors}, path, said)
-    else:
-        parts = _layouts.parts()
-        path = Path(_layouts.saelens(tmp_path / "sae", parts))
-        settings = path / "cfg.json"
-        if wrong == "nested":
-            settings.write_text("[" * 100_000)
-        elif wrong == "settings":
-            broken = json.loads(settings.read_text()) | {"normalize_activations": []}
-            settings.write_text(json.dumps(broken))
-        else:
-            (weights,) = path.glob("*.safetensors")
-            save_file({**load_file(weights), "b_enc": torch.ones(3)}, weights)
-    with pytest.raises(ReadoutValidationError) as refused:
-        described_file("mood", str(path), model_config(4))
+    save_file({"vectors": torch.ones(5000, 4)}, path, said)
+    with pytest.raises(ReadoutValidationError, match="mood") as refused:
+        described_file("mood", path, model_config(4))
     assert refused.value.parameter == "path"
-    assert "mood" in str(refused.value)
 
 
 def test_a_probes_file_that_has_changed_is_not_steered_by(tmp_path: Path) -> None:
@@ -243,8 +222,9 @@ def test_a_malformed_sae_is_the_callers_mistake(tmp_path: Path, case: str) -> No
     if case == "an endless layer":
         assert describe_module("s", "", load_module("s", str(tmp_path))).tap is None
         return
-    with pytest.raises(ReadoutValidationError, match=r"^s: "):
+    with pytest.raises(ReadoutValidationError, match=r"^s: ") as refused:
         described_file("s", str(tmp_path), model_config(4))
+    assert refused.value.parameter == "path"
 
 
 def test_facts_after_the_path_of_a_probe_are_refused(tmp_path: Path) -> None:

@@ -11,31 +11,6 @@ END = 24
 sets = st.sets(st.integers(0, END - 1))
 
 
-def is_normal(ranges: tuple[tuple[int, int], ...]) -> bool:
-    """Whether ranges are ascending, nonempty and not adjacent."""
-    flat = [edge for span in ranges for edge in span]
-    return flat == sorted(set(flat))
-
-
-@given(sets)
-def test_ranges_cover_exactly_the_positions(wanted_positions: set[int]) -> None:
-    ranges = spans_of(wanted_positions)
-    assert positions(ranges, END) == sorted(wanted_positions)
-    assert is_normal(ranges)
-
-
-@given(st.lists(st.integers(0, END - 1)))
-def test_order_and_repetition_of_positions_do_not_matter(listed: list[int]) -> None:
-    assert spans_of(listed) == spans_of(set(listed))
-
-
-@given(st.lists(sets, max_size=4))
-def test_a_union_covers_what_any_part_covers(parts: list[set[int]]) -> None:
-    joined = merged(span for part in parts for span in spans_of(part))
-    assert positions(joined, END) == sorted(set().union(*parts))
-    assert is_normal(joined)
-
-
 @given(sets, st.integers(0, END), st.integers(0, END))
 def test_an_overlap_is_the_part_within(part: set[int], a: int, b: int) -> None:
     start, stop = sorted((a, b))

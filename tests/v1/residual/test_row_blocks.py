@@ -13,7 +13,6 @@ from vllm.v1.capture.staging.slot_mapping import assign_slots, no_slots
 from vllm.v1.residual.row_blocks import (
     MOST_EMPTY,
     Block,
-    BlockRow,
     BlockRows,
     Columns,
     Pick,
@@ -85,37 +84,6 @@ def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
     assert ((slots != -1) == expected).all()
     used = sorted(slots[expected].tolist())
     assert used == list(range(rows_of(blocks)))
-
-
-@given(steps(), st.integers(0, 3))
-def test_a_slot_is_where_its_block_says(
-    step: tuple[StepView, dict[str, dict]], below: int
-) -> None:
-    view, wants = step
-    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
-    columns = {tap: i + below for i, tap in enumerate(every)}
-    groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
-    blocks = blocks_of(view, groups)
-    slots = no_slots(len(columns), view.num_rows)
-    assign_slots(blocks, {}, slots, below)
-    base = 0
-    for block in blocks:
-        for index, column in enumerate(block.columns):
-            place = base + index * block.num_rows
-            for *_, count, row in block.picks:
-                rows = slots[column - below, row : row + count]
-                assert rows.tolist() == list(range(place, place + count))
-                place += count
-        base += len(block.columns) * block.num_rows
-
-
-def test_a_slot_is_at_the_requests_token_in_the_batch() -> None:
-    decoding = {"a": BlockRow(0, 0, 2), "b": BlockRow(1, 0, 0)}
-    block = Block((1, 3), decoding, (), (), 4)
-    slots = no_slots(4, 5)
-    assign_slots([block], {"b": 4, "x": 0, "a": 1}, slots)
-    none = [-1] * 5
-    assert slots.tolist() == [none, [-1, 2, -1, -1, 0], none, [-1, 6, -1, -1, 4]]
 
 
 @given(steps())

@@ -52,23 +52,28 @@ def worker(layers: range) -> FaultyWorker:
 class Core:
     """The parts of an engine core that `set_steering` and `get_steering` use."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         every = range(LAYERS)
+        self.cache_resets = 0
         # Tensor parallel ranks of one stage, and a second stage.
         self.ranks = [worker(every), worker(every[:1]), worker(every[1:])]
         self.scheduler = SimpleNamespace(
             residual=SimpleNamespace(steering=SteeringScheduling(2)),
             requests={},
             hash_block_size=16,
-            reset_prefix_cache=lambda: True,
+            reset_prefix_cache=self._reset,
         )
         self.model_executor = SimpleNamespace(
             collective_rpc=self._rpc, sleeping_tags=set()
         )
         self.vllm_config = SimpleNamespace(
             steering_config=SteeringConfig(enabled=True, max_configs=2),
-            model_config=SimpleNamespace(dtype=torch.float32),
+            model_config=SimpleNamespace(dtype=dtype),
         )
+
+    def _reset(self) -> bool:
+        self.cache_resets += 1
+        return True
 
     def _rpc(self, method: Any, args: tuple[Any, ...] = ()) -> list[Any]:
         workers = [

@@ -68,22 +68,6 @@ def test_names_are_the_same_in_other_processes() -> None:
     assert json.loads(line.removeprefix("named ")) == json.loads(json.dumps(named()))
 
 
-def test_the_order_in_which_vectors_are_written_does_not_matter() -> None:
-    one = {(0, "pre_attn"): np.ones(4, np.float32), (1, "pre_attn"): np.ones(4, "f4")}
-    other = dict(reversed(one.items()))
-    assert pack(one) == pack(other)
-    assert pack({(0, "pre_attn"): np.array([0.0, 1.0], "f4")}) == pack(
-        {(0, "pre_attn"): np.array([-0.0, 1.0], "f4")}
-    )
-
-
-def test_an_unsteered_request_has_no_key() -> None:
-    assert extra_keys(request(None), 0, 4) == []
-    decode = SteeringTiers(None, None, tiers(1).decode)
-    assert extra_keys(request(decode), 0, 10) == [], "its prompt is not steered"
-    assert extra_keys(request(decode), 10, 14)
-
-
 def by_row(positions: Any) -> SteeringTiers:
     rows = np.arange(len(positions) * 4, dtype=np.float32).reshape(-1, 4)
     places = row_positions(positions, len(rows), "positions")

@@ -55,7 +55,7 @@ def packed_vectors() -> int:
 
 
 class Soak:
-    """Adds requests, aborts some, and keeps the outputs of the others."""
+    """Adds requests, aborts some, and waits for the others."""
 
     def __init__(self, llm: Any, requests: int, configs: int) -> None:
         self.llm, self.engine = llm, llm.llm_engine
@@ -64,8 +64,8 @@ class Soak:
             (None if i % 6 == 0 else self.chosen.randrange(configs), i % 3)
             for i in range(requests)
         ]
-        self.wanted: dict[str, Kind] = {}
-        self.outputs: dict[str, list[int]] = {}
+        self.wanted: set[str] = set()
+        self.finished: set[str] = set()
         self.sizes: list[int] = []
         self.aborted = 0
         self.packed_before = packed_vectors()
@@ -79,21 +79,21 @@ class Soak:
                 if marks and len(waiting) == marks[0]:
                     marks.pop(0)
                     self.sizes.append(resident_bytes())
-            in_flight = sorted(self.wanted.keys() - self.outputs.keys())
+            in_flight = sorted(self.wanted - self.finished)
             if in_flight and self.chosen.random() < 0.03:
                 self._abort(self.chosen.choice(in_flight))
             for output in self.engine.step():
                 if output.finished and output.request_id in self.wanted:
-                    self.outputs[output.request_id] = _engine.tokens(output)
+                    self.finished.add(output.request_id)
 
     def _add(self, number: int, kind: Kind) -> None:
-        self.wanted[str(number)] = kind
+        self.wanted.add(str(number))
         inputs = {"prompt_token_ids": prompt(kind)}
         self.engine.add_request(str(number), inputs, sampling(kind[0]))
 
     def _abort(self, name: str) -> None:
         self.engine.abort_request([name])
-        del self.wanted[name]
+        self.wanted.remove(name)
         self.aborted += 1
 
     def check_nothing_is_left(self) -> None:
@@ -108,18 +108,6 @@ class Soak:
         alive = packed_vectors() - self.packed_before
         assert alive <= 3 * SLOTS, "vectors of requests that have ended"
 
-    def check_against_solo_runs(self) -> None:
-        assert self.outputs.keys() == self.wanted.keys()
-        solo: dict[Kind, list[int]] = {}
-        for name, kind in self.wanted.items():
-            if kind not in solo:
-                assert self.llm.reset_prefix_cache()
-                (output,) = _engine.generate(
-                    self.llm, [prompt(kind)], [sampling(kind[0])]
-                )
-                solo[kind] = _engine.tokens(output)
-            assert self.outputs[name] == solo[kind], f"request {name}, {kind}"
-
 
 @pytest.mark.parametrize(
     ("requests", "configs"),
@@ -130,7 +118,7 @@ class Soak:
         ),
     ],
 )
-def test_every_output_equals_its_solo_run_and_nothing_leaks(
+def test_nothing_is_left_of_requests(
     tmp_path_factory: Any, requests: int, configs: int
 ) -> None:
     path = _models.save("llama", tmp_path_factory.mktemp("llama"))
@@ -149,5 +137,4 @@ def test_every_output_equals_its_solo_run_and_nothing_leaks(
     soak.check_nothing_is_left()
     early, late = soak.sizes
     assert late - early < GROWTH, f"grew by {(late - early) >> 20} MiB"
-    soak.check_against_solo_runs()
     llm.llm_engine.engine_core.shutdown()

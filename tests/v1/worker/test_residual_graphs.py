@@ -191,45 +191,32 @@ def test_graphs_are_recorded_on_one_stream_as_what_they_launch(
     assert passes == [(False, launched, first) for launched in expected]
 
 
-def test_the_start_records_the_usual_capture_steering_and_everything() -> None:
-    behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
-    captures, steers = set(CAPTURE.values()), set(STEERING.values())
-    every = [set(), behind, steers, EVERYTHING]
-    assert families_at_start(CAPTURE, STEERING, {}, True) == every
-    for may_record in (True, False):
-        assert families_at_start({}, STEERING, {}, may_record) == [set(), steers]
-        assert families_at_start(CAPTURE, {}, {}, may_record) == [
-            set(),
-            behind,
-            captures,
-        ]
-        assert families_at_start({}, {}, {}, may_record) == [set()]
+BEHIND = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
+CAPTURES, PROGRAMS = (
+    set(CAPTURE.values()),
+    {tap: 3000 + n for n, tap in enumerate(TAPS)},
+)
+BOTH = STEERS | set(PROGRAMS.values())
 
 
-def test_programs_launch_in_families_of_their_own() -> None:
-    programs = {tap: 3000 + number for number, tap in enumerate(TAPS)}
-    behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
-    both = STEERS | set(programs.values())
-    assert families_at_start(CAPTURE, STEERING, programs, True) == [
-        set(),
-        behind,
-        STEERS,
-        both,
-        EVERYTHING | both,
-    ]
-    assert families_at_start({}, STEERING, programs, True) == [set(), STEERS, both]
-
-
-def test_where_nothing_is_recorded_later_the_start_has_each_feature_alone() -> None:
-    behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
-    captures, steers = set(CAPTURE.values()), set(STEERING.values())
-    assert families_at_start(CAPTURE, STEERING, {}, False) == [
-        set(),
-        behind,
-        captures,
-        steers,
-        EVERYTHING,
-    ]
+@pytest.mark.parametrize(
+    ("captures", "steers", "programs", "may_record", "families"),
+    [
+        (CAPTURE, STEERING, {}, True, [BEHIND, STEERS, EVERYTHING]),
+        (CAPTURE, STEERING, {}, False, [BEHIND, CAPTURES, STEERS, EVERYTHING]),
+        *(({}, STEERING, {}, later, [STEERS]) for later in (True, False)),
+        *((CAPTURE, {}, {}, later, [BEHIND, CAPTURES]) for later in (True, False)),
+        *(({}, {}, {}, later, []) for later in (True, False)),
+        (CAPTURE, STEERING, PROGRAMS, True, [BEHIND, STEERS, BOTH, EVERYTHING | BOTH]),
+        ({}, STEERING, PROGRAMS, True, [STEERS, BOTH]),
+    ],
+)
+def test_the_start_records_plain_and_the_usual_families(
+    captures: Any, steers: Any, programs: Any, may_record: bool, families: list[Any]
+) -> None:
+    """Each feature alone where nothing is recorded later; programs apart."""
+    found = families_at_start(captures, steers, programs, may_record)
+    assert found == [set(), *families]
 
 
 def test_piecewise_graphs_come_plain_and_some_with_everything() -> None:
@@ -336,12 +323,11 @@ def test_steps_with_few_changing_needs_count_for_one_family(
     usual = replace(FULL, num_tokens=8, num_reqs=8)
     manager.graphs[replace(usual, tapped=3)] = EVERYTHING
     launched = []
-    behind = {a for (_, hook), a in CAPTURE.items() if hook == "post_block"}
-    for address in sorted(behind):
+    for address in sorted(BEHIND):
         graphs.plan(NOTHING, frozenset({address}))
         launched.append(manager.graphs[graphs.choose(usual, manager)])  # type: ignore[arg-type]
         graphs.end()
-    assert launched == [EVERYTHING] * 3 + [behind] * 3
+    assert launched == [EVERYTHING] * 3 + [BEHIND] * 3
 
 
 @pytest.mark.parametrize("estimates", [True, False])

@@ -74,24 +74,6 @@ def test_a_position_that_is_computed_again_counts_once() -> None:
     assert taken(one) == [(10, [10.0]), (11, [11.0]), (12, [12.0])]
 
 
-def test_a_token_that_fires_is_the_last() -> None:
-    one = request(StopWhen("p", above=10.5))
-    scheduling = opened(one)
-    one.num_tokens = 11
-    assert scheduling.take(one, values(10, 10.0), 1, [5]).fired == ""
-    one.num_tokens = 12
-    found = scheduling.take(one, values(11, 11.0), 1, [6])
-    assert (found.token_ids, found.fired) == ([], "readout:p")
-
-
-def test_drafts_that_are_all_rejected_leave_one_row() -> None:
-    one = request()
-    scheduling = opened(one)
-    one.num_tokens = 12
-    scheduling.take(one, values(11, 1, 2, 3, 4), 1, [5])
-    assert taken(one) == [(11, [1])]
-
-
 @given(
     arrays(
         st.sampled_from([np.float32, np.int32, np.float16]),
@@ -157,14 +139,6 @@ def test_a_request_ends_behind_the_first_token_that_fires(
     assert found.token_ids == left
     assert found.fired == ("readout:p" if 9 in numbers else "")
     assert taken(one)[0][1] == list(numbers)[:shown]
-
-
-def test_a_draft_that_was_rejected_ends_nothing() -> None:
-    one = request(StopWhen("p", above=5.0))
-    scheduling = opened(one)
-    one.num_tokens = 12
-    found = scheduling.take(one, values(11, 0, 9), 1, [5])
-    assert (found.token_ids, found.fired) == ([5], "")
 
 
 def test_prompt_tokens_and_missing_numbers_end_nothing() -> None:

@@ -177,15 +177,6 @@ def test_results_end_where_the_request_ends_for_its_client(
                 check_payload(own, kept)
 
 
-def test_a_cached_prompt_is_read_out_for_consumers(engine: CapturedEngine) -> None:
-    capture = {"inline": {"readouts": ["lens"]}}
-    for _ in range(2):
-        (output,) = read_out(
-            engine, [prompt(96, 55)], {"lens": LENS}, capture=capture, max_tokens=4
-        )
-        check_payload(output.capture_results["inline"].payload, output.readouts)
-
-
 @pytest.mark.parametrize(
     ("capture", "why"),
     [

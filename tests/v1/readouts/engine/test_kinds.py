@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.captured import CapturedEngine, asking, prompt
+from tests.support.captured import CapturedEngine, prompt
 from tests.support.plugins import install
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
 from vllm.v1.capture.worker.offload import Offload
@@ -172,17 +172,6 @@ def test_reduced_rows(engine: CapturedEngine, positions: str) -> None:
         close(found["sum"]["rows"], own.sum(dim=0), 1e-2)
         close(found["max"]["rows"], own.amax(dim=0))
         close(found["last"]["rows"], own[-1])
-
-
-def test_captures_beside_readouts_have_all_their_rows(engine: CapturedEngine) -> None:
-    params = asking("all", max_tokens=8)
-    params.readouts = {
-        "norm": {"kind": "norm", "hooks": {"post_block": [1]}, "positions": "all"}
-    }
-    for output in engine.run(PROMPTS, params):
-        engine.check(output)
-        rows = stream(engine, output)[:-1, 1]
-        close(output.readouts["norm"]["norm"][:, 0], rows.norm(dim=-1))
 
 
 def test_a_cached_prompt_is_read_out_as_the_first_time(engine: CapturedEngine) -> None:

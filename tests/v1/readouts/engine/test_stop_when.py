@@ -48,27 +48,6 @@ def check_ended(output: Any, values: npt.NDArray[np.float32], above: float) -> N
     assert output.readouts["p"].error is None
 
 
-def test_generation_ends_with_the_first_token_that_fires(
-    engine: CapturedEngine,
-) -> None:
-    tried = 0
-    for given, output in zip(PROMPTS, plain(engine)):
-        for index in (0, 1):
-            values = output.readouts["p"]["values"][:, index]
-            if np.argmax(values) < 2:
-                continue  # It would fire at once.
-            above = late_threshold(values)
-            stop = [{"readout": "p", "index": index, "above": above}]
-            (found,) = read_out(
-                engine, [given], {"p": PROBE}, max_tokens=MOST, stop_when=stop
-            )
-            own = found.readouts["p"]["values"][:, index]
-            check_ended(found, own, above)
-            assert 2 < len(own) <= MOST
-            tried += 1
-    assert tried >= 3
-
-
 def test_a_result_that_comes_late_ends_the_text_where_it_fired(
     engine: CapturedEngine,
 ) -> None:
@@ -86,13 +65,6 @@ def test_a_result_that_comes_late_ends_the_text_where_it_fired(
     check_ended(found, own, above)
     config = engine.llm.llm_engine.vllm_config.scheduler_config
     assert (computed > len(own)) == config.async_scheduling
-
-
-def test_what_never_fires_ends_nothing(engine: CapturedEngine) -> None:
-    stop = [{"readout": "p", "above": 1e6}, {"readout": "p", "below": -1e6}]
-    for output in plain(engine, stop_when=stop):
-        assert len(output.outputs[0].token_ids) == MOST
-        assert output.outputs[0].finish_reason == "length"
 
 
 def test_prompt_tokens_end_nothing(engine: CapturedEngine) -> None:

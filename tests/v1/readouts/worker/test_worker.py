@@ -266,14 +266,3 @@ def test_a_preempted_prompt_is_reduced_once(monkeypatch: pytest.MonkeyPatch) -> 
         ends = [a + n for step in STEPS for r, (a, n) in step.items() if r == req_id]
         assert most.positions == list(range(max(ends)))
         assert all(a < b for a, b in pairwise(found[req_id, "lens"].positions))
-
-
-def test_a_custom_readout_is_told_its_positions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = read_out(1, monkeypatch)
-    for req_id in PROMPTS:
-        one = found[req_id, "both"]
-        rows = torch.stack([row(req_id, position) for position in one.positions])
-        expected = rows[:, [0, 3]].prod(1).sum(-1) + torch.tensor(one.positions)
-        np.testing.assert_allclose(one["values"], expected.numpy(), 1e-5)

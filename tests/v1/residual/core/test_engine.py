@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
-from vllm.v1.residual.core.engine import CALLS, NO_CORE, CoreFeatures, NoCore
+from vllm.v1.residual.core.engine import CALLS, NO_CORE, CoreFeatures
 from vllm.v1.steering.errors import SteeringValidationError
 
 
@@ -20,17 +20,6 @@ def test_calls_have_distinct_names_and_replace_none_of_upstreams() -> None:
     names = [call.__name__ for call in CALLS]
     assert len(set(names)) == len(names)
     assert all(getattr(EngineCore, name) in CALLS for name in names)
-
-
-def test_the_null_object_changes_nothing() -> None:
-    core, request = SimpleNamespace(), SimpleNamespace()
-    NO_CORE.mark(SimpleNamespace(), [])
-    NO_CORE.complete(request)
-    NO_CORE.explain(core, {})
-    NO_CORE.close(core)
-    assert not NO_CORE.refuses(core, request)
-    assert not NO_CORE.accepts_when_stopping("end_captures")
-    assert vars(core) == vars(request) == {}
 
 
 def test_calls_of_another_fork_are_refused_with_all_features_off_too() -> None:
@@ -48,10 +37,3 @@ def test_ends_of_captures_arrive_while_the_engine_stops() -> None:
 
 def test_a_core_that_stops_before_it_has_a_scheduler_has_nothing_to_send() -> None:
     CoreFeatures().close(SimpleNamespace())
-
-
-def test_both_objects_have_the_same_methods() -> None:
-    def methods(owner: type) -> set[str]:
-        return {name for name in vars(owner) if not name.startswith("_")}
-
-    assert methods(CoreFeatures) <= methods(NoCore)

@@ -14,7 +14,6 @@ from vllm.v1.readouts.core.scheduler import ReadOut
 from vllm.v1.request import RequestStatus
 from vllm.v1.residual.core.scheduler import (
     NO_SCHEDULING,
-    NoScheduling,
     Scheduling,
     open_scheduling,
 )
@@ -68,25 +67,6 @@ def test_a_scheduler_made_without_its_constructor_has_the_null_object(
     scheduler: Any,
 ) -> None:
     assert scheduler.__new__(scheduler).residual is NO_SCHEDULING
-
-
-def test_the_null_object_changes_nothing() -> None:
-    one, off = request(), NO_SCHEDULING
-    assert off.limit(one, 3, 7) == 7 and off.admits(one) and off.may_load(one, 0, 9)
-    assert off.sampled(one, SimpleNamespace(), 1, [4]) == [4]
-    assert off.stops(one, True) and not off.stops(one, False)
-    assert off.take_results(one) is None and off.take_fired() == []
-    before = vars(one).copy()
-    off.free(one)
-    off.preempt(one)
-    assert vars(one) == before
-
-
-def test_both_objects_have_the_same_methods() -> None:
-    def methods(owner: type) -> set[str]:
-        return {name for name in vars(owner) if not name.startswith("_")}
-
-    assert methods(NoScheduling) == methods(Scheduling)
 
 
 def test_tokens_sampled_from_nan_are_dropped_and_end_the_request() -> None:

@@ -40,22 +40,6 @@ def test_once_one_waits_those_behind_it_wait_too_but_unsteered_pass() -> None:
     assert steering.admits(request("plain", None))
 
 
-def test_the_one_that_waited_is_next_when_a_slot_is_free() -> None:
-    steering = SteeringScheduling(num_slots=1)
-    first, second = request("first", 1), request("second", 2)
-    steering.new_step()
-    steering.begin(first)
-    steering.release(first)
-    steering.new_step()
-    assert steering.admits(second)
-    steering.begin(second)
-    step = steering.take_step()
-    assert step is not None
-    assert [slot for slot, _ in step.loads] == [0, 0]
-    assert step.uses["second"].slot == 0
-    assert step.uses["second"].num_prompt_tokens == 3
-
-
 def test_a_step_loads_only_its_share_of_the_slots() -> None:
     steering = SteeringScheduling(num_slots=4, most_loads=2)
     requests = [request(f"{number}", number) for number in range(3)]
@@ -66,22 +50,6 @@ def test_a_step_loads_only_its_share_of_the_slots() -> None:
     steering.take_step()
     steering.new_step()
     assert steering.admits(requests[2]), "the next step has the other half"
-
-
-def test_a_preempted_request_gives_its_slot_back_and_takes_one_again() -> None:
-    steering = SteeringScheduling(num_slots=1)
-    one = request("one", 1)
-    steering.new_step()
-    steering.begin(one)
-    steering.preempted(one)
-    assert steering.slots.in_use == 0
-    steering.take_step()
-    steering.begin(one)
-    step = steering.take_step()
-    assert step is not None and not step.loads, "its rows are still there"
-    steering.release(one)
-    steering.release(one)
-    assert steering.slots.in_use == 0
 
 
 def test_workers_are_not_sent_the_vectors_of_requests() -> None:

@@ -2,8 +2,10 @@
 """The methods of engines pass on their arguments."""
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -20,62 +22,21 @@ BY_FIELD = {
 }
 
 
-class Control:
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def set(self, *arguments: Any) -> dict[str, Any]:
-        self.calls.append(arguments)
-        return {"said": "set"}
-
-    def clear(self) -> dict[str, Any]:
-        return {"said": "clear"}
-
-    def get(self) -> dict[str, Any]:
-        return {"said": "get"}
-
-
-class AsyncControl(Control):
-    async def set(self, *arguments: Any) -> dict[str, Any]:  # type: ignore[override]
-        return super().set(*arguments)
-
-    async def clear(self) -> dict[str, Any]:  # type: ignore[override]
-        return super().clear()
-
-    async def get(self) -> dict[str, Any]:  # type: ignore[override]
-        return super().get()
-
-
 @pytest.mark.parametrize("replace", [False, True])
-def test_an_offline_engine_is_steered(replace: bool) -> None:
-    control: Any = Control()
-    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(steering=control))
-    assert LLM.set_steering(llm, *GIVEN, replace=replace, clamps=CLAMPS) == {
-        "said": "set"
-    }
-    assert LLM.clear_steering(llm) == {"said": "clear"}
-    assert LLM.get_steering(llm) == {"said": "get"}
-    assert control.calls == [(BY_FIELD, replace)]
+@pytest.mark.parametrize(("owner", "mock"), [(LLM, Mock), (AsyncLLM, AsyncMock)])
+def test_an_engine_is_steered(owner: Any, mock: Any, replace: bool) -> None:
+    control = mock()
+    inner = SimpleNamespace(steering=control)
+    engine = SimpleNamespace(steering=control, llm_engine=inner)
 
+    def told(method: Any, *arguments: Any, **named: Any) -> Any:
+        found = method(engine, *arguments, **named)
+        return asyncio.run(found) if inspect.isawaitable(found) else found
 
-@pytest.mark.parametrize("replace", [False, True])
-def test_a_serving_engine_is_steered(replace: bool) -> None:
-    control: Any = AsyncControl()
-    engine: Any = SimpleNamespace(steering=control)
-
-    async def use() -> list[dict[str, Any]]:
-        return [
-            await AsyncLLM.set_steering(engine, *GIVEN, replace=replace, clamps=CLAMPS),
-            await AsyncLLM.clear_steering(engine),
-            await AsyncLLM.get_steering(engine),
-        ]
-
-    said = [answer["said"] for answer in asyncio.run(use())]
-    assert said == ["set", "clear", "get"]
-    assert control.calls == [(BY_FIELD, replace)]
-
-
-@pytest.mark.parametrize("engine", [LLM, AsyncLLM])
-def test_replacing_everything_needs_the_keyword(engine: Any) -> None:
-    with pytest.raises(TypeError):
-        engine.set_steering(SimpleNamespace(), *GIVEN, True)
+    answer = told(owner.set_steering, *GIVEN, replace=replace, clamps=CLAMPS)
+    assert answer is control.set.return_value
+    control.set.assert_called_once_with(BY_FIELD, replace)
+    assert told(owner.clear_steering) is control.clear.return_value
+    assert told(owner.get_steering) is control.get.return_value
+    with pytest.raises(TypeError):  # Replacing everything needs the keyword.
+        owner.set_steering(engine, *GIVEN, True)

@@ -4,7 +4,6 @@
 import asyncio
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,27 +33,6 @@ async def norm_of(server: AsyncSteeringControl, name: str) -> float:
     server.frontend.admit(params, 5)
     found: Any = params._steering  # type: ignore[attr-defined]
     return float(found.base.unpack()[0, "post_block"][0])
-
-
-def test_a_name_of_one_server_holds_at_the_others() -> None:
-    async def go() -> None:
-        one, other = servers(2)
-        await one.register("tone", raw(1), False, {"origin": "mine"})
-        assert await norm_of(other, "tone") == 1
-        told = await other.describe_modules()
-        assert told == await one.describe_modules()
-        assert told["tone"]["metadata"]["origin"] == "mine"
-        with pytest.raises(SteeringValidationError, match="exists; unregister"):
-            await other.register("tone", raw(2), False, None)
-        await other.register("tone", raw(2), True, None)
-        assert await norm_of(one, "tone") == 2
-        await one.unregister("tone")
-        with pytest.raises(SteeringValidationError, match="no steering module 'tone'"):
-            await norm_of(other, "tone")
-        with pytest.raises(SteeringValidationError, match="no steering module"):
-            await other.unregister("tone")
-
-    asyncio.run(go())
 
 
 def test_of_many_at_the_same_time_one_gets_the_name() -> None:

@@ -9,15 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
-from vllm.steering.convert import write_vectors
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.files import vector_set
 from vllm.v1.steering.spec.files.dictionaries import read_dictionary
-from vllm.v1.steering.spec.parse import HOOKS
 
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
 ONE, TWO = [1.0, -2.0, 0.5], [4.0, 5.0, 6.0]
@@ -71,26 +66,6 @@ def test_the_rows_of_one_tensor_are_numbered(tmp_path: Path, wrap: Any) -> None:
     torch.save(wrap(rows), tmp_path / "v.pt")
     found = plain(tmp_path / "v.pt", "block")
     assert found == {(0, "post_block"): ONE, (1, "post_block"): TWO}
-
-
-@given(
-    vectors=st.dictionaries(
-        st.tuples(st.integers(0, 99), st.sampled_from(HOOKS)),
-        arrays.arrays(np.float32, 5, elements=FLOATS),
-        min_size=1,
-        max_size=6,
-    ),
-    suffix=st.sampled_from([".pt", ".npz"]),
-)
-def test_written_then_read_is_the_same(
-    tmp_path_factory: Any, vectors: dict[Any, np.ndarray], suffix: str
-) -> None:
-    path = tmp_path_factory.mktemp("dictionary") / f"v{suffix}"
-    write_vectors(path, vector_set(vectors))
-    found = read_dictionary(path)
-    assert found.vectors.keys() == vectors.keys()
-    for tap, vector in vectors.items():
-        assert np.array_equal(found.vectors[tap], vector)
 
 
 class Attack:
