@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis strategies of the capture tests."""
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
@@ -11,22 +13,21 @@ from vllm.v1.residual.tap import Tap
 HOOKS = ("pre_attn", "post_attn", "post_block")
 
 
-def context(
-    num_prompt_tokens: int = 5, max_tokens: int | None = 4, num_layers: int = 4
-) -> CaptureContext:
+def context(**changes: Any) -> CaptureContext:
     """A request to a model with the three hook points in every layer."""
-    return CaptureContext(
-        vllm_internal_request_id=VllmInternalRequestId("r"),
-        num_prompt_tokens=num_prompt_tokens,
-        num_computed_tokens=0,
-        num_hidden_layers=num_layers,
-        hidden_size=8,
-        element_size_bytes=4,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        max_tokens=max_tokens,
-        hook_points=dict.fromkeys(range(num_layers), HOOKS),
-    )
+    values: dict[str, Any] = {
+        "vllm_internal_request_id": VllmInternalRequestId("r"),
+        "num_prompt_tokens": 5,
+        "num_computed_tokens": 0,
+        "num_hidden_layers": 4,
+        "hidden_size": 8,
+        "element_size_bytes": 4,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "max_tokens": 4,
+        "hook_points": dict.fromkeys(range(4), HOOKS),
+    }
+    return CaptureContext(**values | changes)
 
 
 def taps(num_layers: int = 3) -> st.SearchStrategy[Tap]:

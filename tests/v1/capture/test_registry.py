@@ -72,12 +72,8 @@ def test_the_fork_brings_its_own_consumers() -> None:
 def test_an_installed_package_adds_consumers(plugin: None) -> None:
     assert "good" in consumer_names()
     entry = ConsumerConfig("good", "mine", {"a": 1})
-    assert build_consumer(entry, None).params == {"a": 1}  # type: ignore[arg-type]
-
-
-def test_an_instance_knows_its_name(plugin: None) -> None:
-    made = build_consumer(ConsumerConfig("good", "mine"), None)  # type: ignore[arg-type]
-    assert made.instance_name == "mine"
+    made = build_consumer(entry, None)  # type: ignore[arg-type]
+    assert (made.params, made.instance_name) == ({"a": 1}, "mine")
 
 
 def test_an_instance_cannot_move(plugin: None) -> None:

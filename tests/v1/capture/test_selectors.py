@@ -73,7 +73,7 @@ def test_a_layer_selector_stands_for_sorted_layers(
 def test_a_position_selector_follows_the_rule_of_rows(
     selector: Any, ranges: Any
 ) -> None:
-    assert resolve_positions(selector, context(5, 4), WHERE, fail) == ranges
+    assert resolve_positions(selector, context(), WHERE, fail) == ranges
     in_prompt = [p for first, stop in ranges for p in range(first, min(stop, 5))]
     spec = CaptureSpec({}, selector)
     assert captured_prompt_positions(spec, 5) == in_prompt

@@ -2,16 +2,17 @@
 """Feeds a consumer like the framework does, without an engine."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.v1.capture import _strategies
 from vllm.v1.capture.consumers.filesystem import FilesystemConsumer
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.types import (
-    CaptureContext,
     CaptureResult,
     VllmInternalRequestId,
 )
@@ -20,21 +21,8 @@ from vllm.v1.residual.tap import Tap
 WAIT = 30.0
 
 
-def context(**changes: Any) -> CaptureContext:
-    points = ("pre_attn", "post_attn", "post_block")
-    values: dict[str, Any] = {
-        "vllm_internal_request_id": "r",
-        "num_prompt_tokens": 10,
-        "num_computed_tokens": 0,
-        "num_hidden_layers": 4,
-        "hidden_size": 8,
-        "element_size_bytes": 4,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "max_tokens": 5,
-        "hook_points": {layer: points for layer in range(4)},
-    }
-    return CaptureContext(**values | changes)
+context = partial(_strategies.context, num_prompt_tokens=10, max_tokens=5)
+"""A request with ten prompt rows and four generated ones."""
 
 
 def consumer_at(root: Path, **params: Any) -> FilesystemConsumer:

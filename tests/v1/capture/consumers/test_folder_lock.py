@@ -2,11 +2,11 @@
 """Folders of dead processes are removed, and no others."""
 
 import fcntl
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,38 +14,35 @@ import pytest
 from vllm.v1.capture.consumers.storage import folder_lock
 from vllm.v1.capture.consumers.storage.files import Workspace
 
-SCRIPT = """
-import os, socket, sys
-from pathlib import Path
-from vllm.v1.capture.consumers.storage.files import Workspace
 
-# As in a container beside this one: the same name, and any process id.
-socket.gethostname = lambda: "same"
-os.getpid = lambda: int(sys.argv[2])
-workspace = Workspace(Path(sys.argv[1]))
-workspace.open()
-open(workspace.create()[1], "w").write("rows")
-print(workspace.own, flush=True)
-sys.stdin.read()
-"""
+def hold(root: Path, pid: int, told: Connection) -> None:
+    """Keep a workspace with a file, as in a container beside this one.
+
+    It has the same name, and any process id.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: "same")
+        patch.setattr(os, "getpid", lambda: pid)
+        workspace = Workspace(root)
+        workspace.open()
+        workspace.create()
+        told.send(workspace.own)
+        signal.pause()
 
 
 class Owner:
     """Another process with a workspace below a root."""
 
     def __init__(self, root: Path, pid: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(root), str(pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.folder = Path(self.process.stdout.readline().strip())
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        self.process = context.Process(target=hold, args=(root, pid, there))
+        self.process.start()
+        self.folder: Path = here.recv()
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
+        self.process.join()
 
 
 @pytest.fixture

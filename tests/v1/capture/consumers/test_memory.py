@@ -74,13 +74,35 @@ def test_without_a_name_a_request_is_kept_under_its_id() -> None:
     ]
 
 
+GROUP = tuple((layer, "post_block") for layer in range(4))
+
+
+def ended(sink: GroupBatchingSink, taps: Any, rows: torch.Tensor) -> bool:
+    """End a group; whether all of it was kept at once, not key by key."""
+    shared = sidecar_of("r", taps[0], rows)
+    results = sink.submit_ends("r", [GroupEnd(ID, taps, shared)])
+    if results is not None:
+        assert [(one.status, one.payload) for one in results] == [("ok", {"name": "r"})]
+        return True
+    for tap in taps:
+        sink.submit_finalize(CaptureFinalize((ID, *tap), sidecar_of("r", tap, rows)))
+    return False
+
+
+def check_kept(consumer: MemoryConsumer, rows: torch.Tensor) -> None:
+    (kept,) = consumer.store.get("r")
+    assert set(kept.rows) == set(GROUP)
+    for tap, one in zip(GROUP, rows, strict=True):
+        assert torch.equal(kept.rows[tap], one)
+        assert kept.rows.positions[tap] == list(range(len(one)))
+
+
 @pytest.mark.parametrize("cuts", [[(4,), (4,)], [(2, 2), (2, 2)], [(1, 3), (4,)]])
 def test_a_group_is_kept_whole_however_its_rows_arrive(
     cuts: list[tuple[int, ...]],
 ) -> None:
     """Rows of a step come in parts if they are many; `cuts` are their taps by step."""
-    consumer, taps = keeping(), tuple((layer, "post_block") for layer in range(4))
-    rows = torch.randn(4, 6, 8)
+    consumer, rows = keeping(), torch.randn(4, 6, 8)
     sink = as_sink(consumer)
     assert isinstance(sink, GroupBatchingSink)
     for step, parts in enumerate(cuts):
@@ -89,44 +111,26 @@ def test_a_group_is_kept_whole_however_its_rows_arrive(
             stop = start + count
             part = rows[start:stop, first : first + 3]
             positions = list(range(first, first + 3))
-            chunk = GroupChunk(ID, taps[start:stop], part, first, step, positions)
+            chunk = GroupChunk(ID, GROUP[start:stop], part, first, step, positions)
             sink.submit_rows([chunk])
             start = stop
-    shared = sidecar_of("r", taps[0], rows[0])
-    results = sink.submit_ends("r", [GroupEnd(ID, taps, shared)])
-    assert (results is None) == (len({*cuts}) > 1)
-    for tap in taps if results is None else ():
-        sink.submit_finalize(CaptureFinalize((ID, *tap), sidecar_of("r", tap, rows[0])))
-    if results is not None:
-        assert [(one.status, one.payload) for one in results] == [("ok", {"name": "r"})]
-    (kept,) = consumer.store.get("r")
-    assert set(kept.rows) == set(taps)
-    for layer, one in enumerate(rows):
-        assert torch.equal(kept.rows[layer, "post_block"], one)
-        assert kept.rows.positions[layer, "post_block"] == list(range(6))
+    assert ended(sink, GROUP, rows[0]) == (len({*cuts}) == 1)
+    check_kept(consumer, rows)
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_stages_that_end_one_after_another_keep_their_own_rows(split: bool) -> None:
-    consumer, taps = keeping(), tuple((layer, "post_block") for layer in range(4))
-    rows = torch.randn(4, 6, 8)
+    consumer, rows = keeping(), torch.randn(4, 6, 8)
     sink = as_sink(consumer)
     assert isinstance(sink, GroupBatchingSink)
     stages = (slice(0, 2), slice(2, 4))
     for stage in stages:
-        chunk = GroupChunk(ID, taps[stage], rows[stage, :2], 0, 0, [0, 1])
-        rest = GroupChunk(ID, taps[stage], rows[stage, 2:], 2, 1, [2, 3, 4, 5])
+        chunk = GroupChunk(ID, GROUP[stage], rows[stage, :2], 0, 0, [0, 1])
+        rest = GroupChunk(ID, GROUP[stage], rows[stage, 2:], 2, 1, [2, 3, 4, 5])
         sink.submit_rows([chunk, *(rest.apart() if split else [rest])])
     for stage in stages:
-        shared = sidecar_of("r", taps[stage][0], rows[0])
-        results = sink.submit_ends("r", [GroupEnd(ID, taps[stage], shared)])
-        assert (results is None) == split
-        for tap in taps[stage] if split else ():
-            end = CaptureFinalize((ID, *tap), sidecar_of("r", tap, rows[0]))
-            sink.submit_finalize(end)
-    (kept,) = consumer.store.get("r")
-    for tap, one in zip(taps, rows, strict=True):
-        assert torch.equal(kept.rows[tap], one)
+        assert ended(sink, GROUP[stage], rows[0]) != split
+    check_kept(consumer, rows)
 
 
 def test_rows_that_do_not_fit_are_refused_or_reported() -> None:

@@ -298,19 +298,17 @@ def test_requests_that_never_end_leave_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*"))
 
 
-def test_rows_lost_before_the_end_are_not_published(tmp_path: Path) -> None:
-    consumer = consumer_at(tmp_path)
-    results = deliver(
-        consumer, {"r": request_rows(0)}, capture_error="only 1 of 6 rows arrived"
-    )
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"capture_error": "only 1 of 6 rows arrived"}, "only 1 of 6"),
+        ({"num_rows": 7}, "only 6 of 7 rows"),
+    ],
+)
+def test_rows_that_are_not_complete_are_not_published(
+    tmp_path: Path, facts: dict[str, Any], said: str
+) -> None:
+    results = deliver(consumer_at(tmp_path), {"r": request_rows(0)}, **facts)
     assert results["r"].status == "error"
-    assert "only 1 of 6" in results["r"].error
-    assert not list(tmp_path.rglob("*.bin"))
-
-
-def test_fewer_rows_than_the_sidecar_says_are_an_error(tmp_path: Path) -> None:
-    consumer = consumer_at(tmp_path)
-    results = deliver(consumer, {"r": request_rows(0)}, num_rows=7)
-    assert results["r"].status == "error"
-    assert "only 6 of 7 rows" in results["r"].error
+    assert said in results["r"].error
     assert not list(tmp_path.rglob("*.bin"))

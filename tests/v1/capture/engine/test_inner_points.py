@@ -106,7 +106,6 @@ class Pair:
             model,
             reference=self.reference,
             max_num_batched_tokens=64,
-            hook_points=["all", "after"],
             enable_readouts=True,
             capture_consumers=[
                 "inline",
@@ -114,7 +113,9 @@ class Pair:
                 f"arrow:root={folder / 'tables'},instance_name=tables",
                 f"arrow:root={folder / 'own'},format=safetensors,instance_name=own",
             ],
-            **LOGITS | {"enforce_eager": kind != "llama"} | options,
+            **LOGITS
+            | {"hook_points": ["all", "after"], "enforce_eager": kind != "llama"}
+            | options,
         )
         config = self.engine.llm.llm_engine.vllm_config.capture_config
         self.points: dict[int, list[str]] = config.hook_points or {}
@@ -200,6 +201,8 @@ def test_rows_are_those_of_the_library(pair: Pair) -> None:
     for tap in compared:
         expected = pair.reference.rows[tap]
         assert relative_error(rows[tap].float(), expected) < 1e-4, tap
+        width = pair.engine.sidecars(output)[tap]["hidden_size"]
+        assert width == rows[tap].shape[1]
         others = [other for other in rows if other[1] == tap[1] and other != tap]
         for other in others:
             assert relative_error(rows[other].float(), expected) > 1e-2, tap
@@ -238,17 +241,27 @@ def test_files_of_requests_have_rows_of_any_width(pair: Pair) -> None:
         assert torch.equal(torch.as_tensor(entries[tap].array), expected), tap
 
 
+def check_files(
+    pair: Pair, hook: str, name: str, rows: torch.Tensor, **keys: Any
+) -> None:
+    """The files of one width have a point's rows, and say of which heads they are."""
+    written(pair, "tables", [hook], name, **keys)
+    written(pair, "own", [hook], name, **keys)
+    (file,) = (pair.folder / "own").glob(f"*/{name}.safetensors")
+    tables = map(pq.read_table, (pair.folder / "tables").glob("*/*.parquet"))
+    (own,) = (one for one in tables if name in one["request_id"].to_pylist())
+    assert set(own["hook"].to_pylist()) == {hook}
+    assert torch.equal(rows_of(own), rows)
+    with safe_open(file, "pt") as opened:
+        assert torch.equal(opened.get_tensor("hidden_states")[:, 0], rows)
+        if "heads" in keys:
+            assert json.loads(opened.metadata()["heads"]) == keys["heads"]
+            assert json.loads(own.schema.metadata[b"heads"]) == keys["heads"]
+
+
 def test_files_of_one_width_have_it(pair: Pair) -> None:
     for hook in (OTHER_WIDTH[pair.kind], "post_block"):
-        written(pair, "tables", [hook], hook)
-        rows = written(pair, "own", [hook], hook)[0, hook]
-        (file,) = (pair.folder / "own").glob(f"*/{hook}.safetensors")
-        with safe_open(file, "pt") as opened:
-            assert torch.equal(opened.get_tensor("hidden_states")[:, 0], rows)
-        tables = map(pq.read_table, (pair.folder / "tables").glob("*/*.parquet"))
-        own = [one for one in tables if hook in one["hook"].to_pylist()]
-        assert [set(one["hook"].to_pylist()) for one in own] == [{hook}]
-        assert torch.equal(rows_of(own[0]), rows)
+        check_files(pair, hook, hook, written(pair, "own", [hook], "rows")[0, hook])
 
 
 def test_heads_are_captured_in_the_order_in_which_they_are_listed(pair: Pair) -> None:
@@ -270,18 +283,7 @@ def test_files_of_one_width_have_the_heads(pair: Pair) -> None:
     kv_heads = whole.shape[1] // SIZE
     for head in (0, kv_heads - 1):
         columns = slice(head * SIZE, (head + 1) * SIZE)
-        name = f"v{head}"
-        written(pair, "tables", ["v"], name, heads=[head])
-        written(pair, "own", ["v"], name, heads=[head])
-        (file,) = (pair.folder / "own").glob(f"*/{name}.safetensors")
-        with safe_open(file, "pt") as opened:
-            rows = opened.get_tensor("hidden_states")[:, 0]
-            assert json.loads(opened.metadata()["heads"]) == [head]
-        assert torch.equal(rows, whole[:, columns])
-        tables = map(pq.read_table, (pair.folder / "tables").glob("*/*.parquet"))
-        (own,) = (one for one in tables if name in one["request_id"].to_pylist())
-        assert json.loads(own.schema.metadata[b"heads"]) == [head]
-        assert torch.equal(rows_of(own), whole[:, columns])
+        check_files(pair, "v", f"v{head}", whole[:, columns], heads=[head])
 
 
 @pytest.mark.parametrize(
@@ -468,13 +470,6 @@ def test_the_engine_tells_the_other_widths(pair: Pair) -> None:
     assert told == {name: own for name, own in widths.items() if own != width}
 
 
-def test_sidecars_say_how_wide_rows_are(pair: Pair) -> None:
-    output = pair.ask()
-    rows = pair.engine.rows(output)
-    for tap, sidecar in pair.engine.sidecars(output).items():
-        assert sidecar["hidden_size"] == rows[tap].shape[1]
-
-
 def test_a_head_is_zeroed(pair: Pair) -> None:
     def zero(rows: torch.Tensor) -> torch.Tensor:
         rows = rows.clone()
@@ -526,13 +521,14 @@ def check_addition(pair: Pair, hook: str) -> None:
     pair.check_changed((0, hook), entry, change)
 
 
-def test_a_vector_is_added_before_the_down_projection(pair: Pair) -> None:
-    if pair.kind == "mixtral":
+@pytest.mark.parametrize("hook", ["mlp_act", "final_norm"])
+def test_a_vector_is_added_before_a_projection(pair: Pair, hook: str) -> None:
+    if hook in LACKS[pair.kind]:
         pytest.skip("routed experts have no mlp_act")
-    width = pair.reference.rows[1, "mlp_act"].shape[1]
+    width = pair.reference.rows[1, hook].shape[1]
     vector = torch.randn(width, generator=torch.Generator().manual_seed(4)) * 5
     pair.check_changed(
-        (1, "mlp_act"), {"vector": vector.numpy()}, lambda rows: rows + vector
+        (1, hook), {"vector": vector.numpy()}, lambda rows: rows + vector
     )
 
 
@@ -591,16 +587,6 @@ def test_ids_of_experts_are_read_only(pair: Pair) -> None:
         pytest.skip("no router")
     with pytest.raises(SteeringValidationError, match="read-only.*router_logits"):
         pair.ask(steering={"expert_ids": {0: [1.0, 2.0]}})
-
-
-def test_the_final_norm_is_changed_before_the_unembedding(pair: Pair) -> None:
-    vector = torch.randn(
-        pair.reference.rows[1, "final_norm"].shape[1],
-        generator=torch.Generator().manual_seed(5),
-    )
-    pair.check_changed(
-        (1, "final_norm"), {"vector": vector.numpy()}, lambda rows: rows + vector
-    )
 
 
 @pytest.mark.parametrize(

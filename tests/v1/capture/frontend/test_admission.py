@@ -113,8 +113,9 @@ def test_a_request_is_resolved_to_a_plan() -> None:
     assert (made.client_request_id, made.reply_to) == ("r", "ipc://here")
 
 
-def test_a_request_that_asks_for_nothing_has_no_plan() -> None:
-    assert plan(admission(), None) is None
+@pytest.mark.parametrize("capture", [None, {}])
+def test_a_request_that_asks_for_nothing_has_no_plan(capture: Any) -> None:
+    assert plan(admission(), capture) is None
 
 
 def test_every_request_has_what_a_consumer_captures_globally() -> None:
@@ -266,10 +267,6 @@ def test_a_flag_that_the_engine_core_could_not_read_is_refused(flag: str) -> Non
         admission().plan("r", params, 5, "ipc://here")
     with pytest.raises(CaptureValidationError, match=said):
         NoCapture().admit("r", params, 5)
-
-
-def test_an_empty_capture_asks_for_nothing() -> None:
-    assert plan(admission(), {}) is None
 
 
 def test_more_taps_than_a_step_has_rows_are_refused() -> None:

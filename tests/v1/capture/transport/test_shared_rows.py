@@ -219,14 +219,14 @@ def test_rows_that_cannot_be_mapped_are_read(
     pair.wait_until_free()
 
 
-def test_rows_outlive_a_worker_that_is_killed() -> None:
-    pair = Pair()
+@pytest.mark.last
+def test_rows_outlive_a_worker_that_is_killed(pair: Pair) -> None:
     rows = pair.rows()
     pair.process.kill()
     pair.process.wait()
     sleep(0.5)
     check(rows)
-    pair.close()
+    pair.inbox.close()
     check(rows)
     del rows
     gc.collect()
