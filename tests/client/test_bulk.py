@@ -128,6 +128,13 @@ def test_the_asynchronous_client_gets_the_same() -> None:
     assert server.freed == [True, True] and not server.handouts.held_bytes
 
 
+@pytest.mark.parametrize("name", [n for n in vars(Client) if not n.startswith("_")])
+def test_the_asynchronous_client_has_every_method(name: str) -> None:
+    method = getattr(AsyncClient, name, None)
+    others = {"stream", "close", "patch_events", "model"}
+    assert name in others or method.__wrapped__ is getattr(Client, name)
+
+
 def test_shared_memory_is_freed_at_once_and_its_rows_stay() -> None:
     server = Answers(payload_of(torch.float32))
     with client_of(server) as client:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client without a server: payloads, vectors, replies, errors, notebooks."""
 
-import asyncio
 import base64
 import json
 import shutil
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from clearbox_client import (
-    AsyncClient,
     Chunk,
     ClearboxError,
     Client,
@@ -57,50 +55,6 @@ def test_values_are_the_servers_bit_for_bit(dtype: torch.dtype) -> None:
     assert found.dtype == (np.float16 if dtype == torch.float16 else np.float32)
     assert torch.equal(torch.from_numpy(found.copy()).to(dtype), rows)
     assert found.tobytes() == rows.to(torch.from_numpy(found).dtype).numpy().tobytes()
-
-
-def test_rows_in_binary_form_equal_those_in_json() -> None:
-    from vllm.v1.capture.transport.bodies import as_json, as_safetensors
-    from vllm.v1.capture.transport.parts import described, parts_of
-    from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
-
-    payload = RowsByTap()
-    for layer in (1, 2):
-        facts = {"positions": [0, 1, 2], "token_ids": [7, 8, 9], "encoding": None}
-        payload.put((layer, "post_block"), torch.randn(3, 5).bfloat16(), facts)
-    key = VllmInternalRequestId("r"), -1, "*"
-    result = CaptureResult(key, "ok", payload=payload)  # type: ignore[arg-type]
-    parts = parts_of({"inline": result})
-
-    def tell(reference: Any) -> dict[str, Any]:
-        entries = [described(part, reference) for part in parts]
-        results = {"inline": {"status": "ok", "error": None, "payload": entries}}
-        return {"choices": [{"text": "é"}], "capture_results": results}
-
-    replies = []
-    for form in (as_json, as_safetensors):
-        body = form(tell, parts)
-        content = b"".join(body.pieces)
-
-        def respond(
-            request: httpx.Request,
-            content: bytes = content,
-            kind: str = body.media_type,
-        ) -> httpx.Response:
-            assert request.headers["accept"].startswith("application/safetensors")
-            headers = {"content-type": kind}
-            return httpx.Response(200, content=content, headers=headers)
-
-        with served(respond) as url, Client(url, model="m") as client:
-            replies.append(client.complete("x", capture={"inline": {}}))
-    one, other = replies
-    assert one.text == other.text == "é" and len(one.rows) == len(other.rows) == 2
-    for tap in ((1, "post_block"), (2, "post_block")):
-        assert np.array_equal(one.rows[tap].values, other.rows[tap].values)
-        assert one.rows[tap].positions == other.rows[tap].positions == [0, 1, 2]
-        assert one.rows[tap].token_ids == other.rows[tap].token_ids == [7, 8, 9]
-        expected = payload[tap].float().numpy()
-        assert np.array_equal(other.rows[tap].values, expected)
 
 
 def test_rows_that_are_cut_off_are_refused() -> None:
@@ -260,23 +214,6 @@ def test_a_stream_yields_text_rows_and_readouts_as_they_come() -> None:
     assert (first.text, last.text, last.finish_reason) == ("b", "c", "stop")
     assert not first.rows and first.readouts["risk"]["values"][0] == 0.5
     assert last.rows[3, "post_block"].values.shape == (3, 4)
-
-
-def test_the_asynchronous_client_does_the_same() -> None:
-    async def run() -> tuple[Any, list[Any]]:
-        sent: list[Any] = []
-        whole = served(answering(sent, httpx.Response(200, json=reply())))
-        parts = served(answering(sent, httpx.Response(200, content=lines())))
-        with whole as url:
-            async with AsyncClient(url) as client:
-                found = await client.complete("a")
-        with parts as url:
-            async with AsyncClient(url) as client:
-                return found, [chunk async for chunk in client.stream("a")]
-
-    found, chunks = asyncio.run(run())
-    assert found.text == " b c" and len(found.rows) == 1
-    assert [chunk.text for chunk in chunks] == ["b", "c"]
 
 
 def test_an_error_has_parameter_value_and_remedy() -> None:

@@ -93,13 +93,6 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again(
         assert closed, "the server has not closed it"
 
 
-def test_no_server_is_an_error() -> None:
-    with socket.socket() as unheard, pytest.raises(ClearboxError, match="not answer"):
-        unheard.bind(("127.0.0.1", 0))  # It does not listen.
-        port = unheard.getsockname()[1]
-        post(Connections(f"http://127.0.0.1:{port}", {}, 5, 1), "/")
-
-
 def test_proxies_of_the_environment_are_used(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

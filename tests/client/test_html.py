@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ def answer() -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Any]:
+    with opened() as one:
+        yield one
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     reply = Reply.of(answer(), ["a", MARKUP, "b"])
@@ -55,23 +62,20 @@ def test_the_file_refers_to_no_other_file(saved: Path) -> None:
     assert MARKUP not in text
 
 
-def test_the_views_are_drawn_without_a_server(saved: Path) -> None:
-    with opened() as tab:
-        tab.goto(saved.as_uri())
-        tab.wait_for_selector(".lens tbody tr >> nth=1")
-        assert tab.locator(".tokens").count() == 2
-        assert MARKUP in tab.inner_text(".tokens >> nth=0")
-        assert "word␣2" in tab.inner_text(".lens")
-        assert tab.locator(".token[style]").count() == 2
-        tab.click(".lens td button >> nth=0")
-        tab.wait_for_selector(".chart canvas")
-        assert tab.title() == "Clearbox results"
-        assert tab.errors == []
+def test_the_views_are_drawn_without_a_server(saved: Path, tab: Any) -> None:
+    tab.goto(saved.as_uri())
+    tab.wait_for_selector(".lens tbody tr >> nth=1")
+    assert tab.locator(".tokens").count() == 2
+    assert MARKUP in tab.inner_text(".tokens >> nth=0")
+    assert "word␣2" in tab.inner_text(".lens")
+    assert tab.locator(".token[style]").count() == 2
+    tab.click(".lens td button >> nth=0")
+    tab.wait_for_selector(".chart canvas")
+    assert tab.title() == "Clearbox results"
+    assert tab.errors == []
 
 
-def test_patterns_and_maps_are_drawn_too(tmp_path: Path) -> None:
-    tokens = [{"text": "a"}, {"text": "b"}]
-    weights = [[[1.0, 0.0], [0.25, 0.75]], [[1.0, None], [0.5, 0.5]]]
+def test_maps_are_drawn_too(tmp_path: Path, tab: Any) -> None:
     sweep = {
         "layers": [0, 1],
         "positions": [0, 1],
@@ -79,27 +83,20 @@ def test_patterns_and_maps_are_drawn_too(tmp_path: Path) -> None:
         "metric": "logprob",
         "grids": {"post_block": [[0.5, None], [1.0, 2.0]]},
     }
-    parts = [
-        {"kind": "attention", "tokens": tokens, "layer": 3, "weights": weights},
-        {"kind": "patch", "sweep": sweep},
-    ]
-    (tmp_path / "parts.html").write_text(document(parts), encoding="utf-8")
-    with opened() as tab:
-        tab.goto((tmp_path / "parts.html").as_uri())
-        tab.wait_for_selector(".head >> nth=1")
-        tab.hover(".tokens .token >> nth=1")
-        title = tab.get_attribute(".tokens .token >> nth=0", "title")
-        assert title is not None and "0.25" in title
-        tab.click(".head >> nth=1")
-        tab.wait_for_selector("h3:text-is('Head 1')")
-        tab.focus(".heatmap canvas >> nth=-1")
-        tab.keyboard.press("ArrowRight")
-        tab.keyboard.press("ArrowDown")
-        assert "layer 1, position 0 a: 1" in tab.inner_text(".reading >> nth=-1")
-        assert tab.errors == []
+    path = tmp_path / "map.html"
+    parts = [{"kind": "patch", "sweep": sweep}]
+    path.write_text(document(parts), encoding="utf-8")
+    tab.goto(path.as_uri())
+    tab.focus(".heatmap canvas >> nth=-1")
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowDown")
+    assert "layer 1, position 0 a: 1" in tab.inner_text(".reading >> nth=-1")
+    assert tab.errors == []
 
 
-def test_patterns_and_attribution_of_a_reply_are_drawn(tmp_path: Path) -> None:
+def test_patterns_and_attribution_of_a_reply_are_drawn(
+    tmp_path: Path, tab: Any
+) -> None:
     pattern = {
         "kind": "attention",
         "positions": [1],
@@ -115,20 +112,21 @@ def test_patterns_and_attribution_of_a_reply_are_drawn(tmp_path: Path) -> None:
     given = answer() | {"readouts": {"heads": pattern, "why": why}}
     reply = Reply.of(given, ["a", "b"])
     reply.save_html(tmp_path / "reply.html")
-    with opened() as tab:
-        tab.goto((tmp_path / "reply.html").as_uri())
-        tab.wait_for_selector(".head >> nth=1")
-        tab.hover("section >> nth=0 >> .tokens .token >> nth=1")
-        first = "section >> nth=0 >> .tokens .token >> nth=0"
-        title = tab.get_attribute(first, "title")
-        assert title is not None and "0.25" in title
-        tab.focus(".heatmap canvas >> nth=-1")
-        tab.keyboard.press("ArrowRight")
-        tab.keyboard.press("ArrowDown")
-        assert "0 attn_add, token 0 of those asked for: -2.5" in tab.inner_text(
-            ".reading >> nth=-1"
-        )
-        assert tab.errors == []
+    tab.goto((tmp_path / "reply.html").as_uri())
+    tab.wait_for_selector(".head >> nth=1")
+    tab.hover("section >> nth=0 >> .tokens .token >> nth=1")
+    first = "section >> nth=0 >> .tokens .token >> nth=0"
+    title = tab.get_attribute(first, "title")
+    assert title is not None and "0.25" in title
+    tab.click(".head >> nth=1")
+    tab.wait_for_selector("h3:text-is('Head 1')")
+    tab.focus(".heatmap canvas >> nth=-1")
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowDown")
+    assert "0 attn_add, token 0 of those asked for: -2.5" in tab.inner_text(
+        ".reading >> nth=-1"
+    )
+    assert tab.errors == []
     for one in reply.readouts.values():
         assert "srcdoc" in one._repr_html_()
 

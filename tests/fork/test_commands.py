@@ -86,15 +86,6 @@ def test_check_of_another_release(
     assert "vLLM 1.3.0: all fit (1 edit files" in capsys.readouterr().out
 
 
-def test_check_refuses_a_wheel_of_another_release_than_named(
-    mini: Mini, arguments: list[str], capsys
-) -> None:
-    assert main(["check", *arguments, "--upstream", "1.3.0"]) == 1
-    assert "is vLLM 1.2.3, but the fork is to be built on 1.3.0" in (
-        capsys.readouterr().err
-    )
-
-
 def test_another_release_is_built_into_its_own_folder(
     mini: Mini, tmp_path: Path, arguments: list[str], capsys
 ) -> None:
@@ -114,12 +105,3 @@ def test_torch_is_what_the_wheel_asks_for(arguments: list[str], capsys) -> None:
 def test_a_hash_needs_a_wheel(mini: Mini, arguments: list[str], capsys) -> None:
     assert main(["build", "--device", "cpu", "--wheel-sha256", "0" * 64]) == 1
     assert "--wheel-sha256 needs --wheel" in capsys.readouterr().err
-
-
-def test_a_commands_summary_is_its_docstring(capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    for name in ("build", "check", "diff"):
-        assert name in text

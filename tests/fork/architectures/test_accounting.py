@@ -37,12 +37,6 @@ def test_architectures_that_lead_to_layers_are_known(tmp_path: Path) -> None:
     assert unknown_architectures(write(tmp_path), LAYERS) == []
 
 
-def test_an_architecture_that_leads_nowhere_is_unknown(tmp_path: Path) -> None:
-    root = write(tmp_path, TABLES | {"_TEXT_GENERATION_MODELS": TEXT | EMPTY})
-    place = f"{MODELS}/empty.py:EmptyForCausalLM"
-    assert unknown_architectures(root, LAYERS) == [("EmptyForCausalLM", place)]
-
-
 @pytest.mark.usefixtures("cache")
 def test_it_stops_the_build_each_time(tmp_path: Path) -> None:
     root = write(tmp_path, TABLES | {"_TEXT_GENERATION_MODELS": TEXT | EMPTY})

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from pathlib import Path
 
-import pytest
-
 from fork.architectures.registry import names
-from fork.errors import BuildFailure
-from tests.fork.architectures._release import MODELS, TABLES, write
+from tests.fork.architectures._release import MODELS, write
 
 
 def test_every_name_is_listed_once_and_as_what_it_can_do_most(tmp_path: Path) -> None:
@@ -29,9 +26,3 @@ def test_names_that_a_table_takes_over_are_not_listed_again(tmp_path: Path) -> N
 
 
 TAKEN = "_EMBEDDING_MODELS = {**{k: v for k, v in _TEXT_GENERATION_MODELS.items()}, "
-
-
-def test_an_unknown_table_is_an_error(tmp_path: Path) -> None:
-    root = write(tmp_path, TABLES | {"_SINGING_MODELS": {}})
-    with pytest.raises(BuildFailure, match="does not know: _SINGING_MODELS"):
-        names(root)

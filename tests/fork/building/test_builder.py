@@ -169,12 +169,6 @@ def test_stale_bytecode_goes_with_its_source(mini: Mini) -> None:
     assert os.listdir(cached) == ["__init__.cpython-311.pyc"]
 
 
-def test_an_added_file_may_not_shadow_upstream(mini: Mini) -> None:
-    mini.write("vllm/data/table.json", "ours")
-    with pytest.raises(Faulty, match="vllm/data/table.json would replace a file"):
-        build_tree(mini.order(), mini.out)
-
-
 def test_an_edit_file_needs_its_upstream_module(mini: Mini) -> None:
     edits = mini.checkout.edits
     (edits / "vllm/engine.py").rename(edits / "vllm/motor.py")

@@ -58,34 +58,10 @@ def test_nothing_but_taps_is_put_in(source: str) -> None:
     compile(text, MODULE, "exec")
 
 
-def test_a_fused_pair_is_tapped_before_each_add() -> None:
-    points = ("pre_attn", "post_attn", "post_block")
-    assert taps(mini.FUSED) == [pair(point) for point in points]
-
-
-def test_a_normed_branch_is_tapped_after_its_norm() -> None:
-    text = woven(mini.SANDWICH).source or ""
-    assert text.index("self.after_attn_norm(") < text.index('"post_attn"', 400)
-    assert text.index('pair(self, "post_attn"') < text.index("= self.norm_b(")
-
-
-def test_a_branch_is_tapped_under_its_own_name() -> None:
-    assert pair("post_attn", "written") in taps(mini.RENAMED_BRANCH)
-
-
 def test_a_returned_expression_is_wrapped() -> None:
     text = woven(mini.RENAMED_BRANCH).source or ""
     assert 'return residual_tap.pair(self, "post_block", ' in text
     assert 'residual_tap.value(self, "mlp_out", self.mlp(hidden_states))' in text
-
-
-def test_an_explicit_add_is_tapped_behind_it() -> None:
-    for source in (mini.PLAIN, mini.IN_PLACE, mini.SCALED, mini.STALE):
-        assert stream("post_attn") in taps(source)
-
-
-def test_a_stale_residual_is_not_added() -> None:
-    assert taps(mini.STALE)[-1] == stream("post_block")
 
 
 def test_a_stale_residual_is_returned_beside_an_expression() -> None:
@@ -99,23 +75,6 @@ def test_a_stale_residual_is_returned_beside_an_expression() -> None:
     assert f"return {wrapped}, residual" in (woven(source).source or "")
 
 
-def test_a_residual_that_is_overwritten_is_not_tapped() -> None:
-    assert taps(mini.STALE)[0] == stream("pre_attn")
-
-
-def test_a_parallel_block_is_tapped_at_the_attention_and_the_entering_stream() -> None:
-    assert taps(mini.PARALLEL)[1] == (
-        'attn_out, hidden_states = pair("post_attn", attn_out, hidden_states)'
-    )
-
-
-def test_a_parallel_block_is_tapped_once_its_mlp_has_read_the_stream() -> None:
-    text = woven(mini.TWO_NORMS).source or ""
-    point = 'attn_out, hidden_states = pair("post_attn", attn_out, hidden_states)'
-    assert taps(mini.TWO_NORMS)[1] == point
-    assert text.index("mlp_out = ") < text.index('"post_attn", attn_out')
-
-
 def test_an_input_of_the_mlp_without_a_name_is_tapped_in_its_place() -> None:
     text = woven(mini.TWO_NORMS).source or ""
     read = 'self.mlp(residual_tap.value(self, "mlp_in", self.ln_2(hidden_states)))'
@@ -125,18 +84,6 @@ def test_an_input_of_the_mlp_without_a_name_is_tapped_in_its_place() -> None:
 def test_a_branch_that_is_reduced_later_is_partial() -> None:
     assert pair("post_attn", "attn_out", "partial") in taps(mini.REDUCED_LATE)
     assert pair("post_attn", method="partial") in taps(mini.FUSED_REDUCE)
-
-
-def test_without_an_mlp_the_point_after_the_mixer_is_the_end() -> None:
-    assert taps(mini.MIXER_ONLY)[1:] == [pair("post_attn"), pair("post_block")]
-
-
-def test_without_a_mixer_the_point_after_it_is_the_beginning() -> None:
-    assert taps(mini.MLP_ONLY)[:2] == [pair("pre_attn"), pair("post_attn")]
-
-
-def test_every_return_is_tapped() -> None:
-    assert taps(mini.EARLY_RETURN).count(stream("post_block")) == 2
 
 
 def test_the_points_are_recorded_on_the_class() -> None:
@@ -283,13 +230,6 @@ def test_a_layer_that_is_not_understood_stops_the_build(
     (problem,) = result.problems
     assert problem.startswith("MiniDecoderLayer: ")
     assert why is None or why in problem
-
-
-def test_a_norm_that_adds_twice_the_stream_is_one_that_does_not_add() -> None:
-    assert taps(mini.NO_ADDING_NORM)[1:] == [
-        pair("post_attn", "attn_out"),
-        stream("post_block"),
-    ]
 
 
 def test_a_class_of_any_name_is_woven_when_it_is_named() -> None:

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
+
 from fork.weave.finding import decoder_layers, may_hold_layers
 
 MODULE = """
@@ -27,78 +29,55 @@ class {name}(nn.Module):
 class Model(nn.Module):
 {model}
 """
+NAMING = {
+    "a local function": """
+    def __init__(self):
+        def get_layer(prefix):
+            return Rung(prefix)
+
+        _, _, self.layers = make_layers(3, get_layer, prefix="layers")
+""",
+    "a parameter's default": """
+    def __init__(self, layer_type: type = Rung):
+        self.layers = make_layers(3, lambda prefix: layer_type(prefix))
+""",
+    "an attribute": """
+    block_cls: type = Rung
+
+    def __init__(self):
+        self.layers = make_layers(3, lambda prefix: self.block_cls(prefix))
+""",
+    "a table": """
+    def __init__(self, config):
+        self.layers = make_layers(3, lambda prefix: KINDS[config.kind](prefix))
+
+KINDS = {"a": Rung}
+""",
+    "a keyword for the base class": """
+    def __init__(self):
+        super().__init__(layer_type=Rung)
+""",
+    "a lambda, beside a part of a layer": """
+    def __init__(self):
+        self.experts = Experts()
+        self.layers = make_layers(3, lambda prefix: Rung(prefix))
+""",
+}
 
 
-def found(model: str, name: str = "Rung", extra: str = "") -> list[str]:
-    body = "\n".join(f"    {line}" for line in model.strip("\n").splitlines())
-    return decoder_layers(MODULE.format(name=name, model=body) + extra)
-
-
-def test_a_lambda_names_the_layer() -> None:
-    model = """
-def __init__(self):
-    self.layers = make_layers(3, lambda prefix: Rung(prefix))
-"""
-    assert found(model) == ["Rung"]
-
-
-def test_a_local_function_names_the_layer() -> None:
-    model = """
-def __init__(self):
-    def get_layer(prefix):
-        return Rung(prefix)
-
-    _, _, self.layers = make_layers(3, get_layer, prefix="layers")
-"""
-    assert found(model) == ["Rung"]
-
-
-def test_a_parameter_names_the_layer_by_its_default() -> None:
-    model = """
-def __init__(self, layer_type: type = Rung):
-    self.layers = make_layers(3, lambda prefix: layer_type(prefix))
-"""
-    assert found(model) == ["Rung"]
-
-
-def test_an_attribute_names_the_layer() -> None:
-    model = """
-block_cls: type = Rung
-
-def __init__(self):
-    self.layers = make_layers(3, lambda prefix: self.block_cls(prefix))
-"""
-    assert found(model) == ["Rung"]
-
-
-def test_a_table_names_the_layers() -> None:
-    model = """
-def __init__(self, config):
-    self.layers = make_layers(3, lambda prefix: KINDS[config.kind](prefix))
-"""
-    assert found(model, extra='\nKINDS = {"a": Rung}\n') == ["Rung"]
-
-
-def test_a_keyword_names_the_layer_of_a_base_class() -> None:
-    model = "def __init__(self):\n    super().__init__(layer_type=Rung)"
-    assert found(model) == ["Rung"]
+@pytest.mark.parametrize("model", NAMING.values(), ids=NAMING)
+def test_the_model_names_its_layer(model: str) -> None:
+    assert decoder_layers(MODULE.format(name="Rung", model=model)) == ["Rung"]
 
 
 def test_a_name_is_enough() -> None:
-    assert found("pass", name="RungDecoderLayer") == ["RungDecoderLayer"]
+    source = MODULE.format(name="RungDecoderLayer", model="    pass")
+    assert decoder_layers(source) == ["RungDecoderLayer"]
 
 
 def test_a_class_that_is_only_mentioned_is_none() -> None:
-    assert found("def load(self):\n    return isinstance(self.x, Rung)") == []
-
-
-def test_the_model_and_the_parts_of_a_layer_are_none() -> None:
-    model = """
-def __init__(self):
-    self.experts = Experts()
-    self.layers = make_layers(3, lambda prefix: Rung(prefix))
-"""
-    assert found(model) == ["Rung"]
+    model = "    def load(self):\n        return isinstance(self.x, Rung)"
+    assert decoder_layers(MODULE.format(name="Rung", model=model)) == []
 
 
 def test_the_cheap_look_lets_every_kind_through() -> None:

@@ -168,24 +168,3 @@ def test_each_decoder_is_compared_or_has_a_reason(
     tapped = {row.architecture for row in decoders if row.layers and not row.refused}
     assert len(tapped) > 120
     assert not tapped - known
-
-
-@reported
-@pytest.mark.parametrize(
-    ("architecture", "names"),
-    [
-        ("LlamaForCausalLM", ["LlamaDecoderLayer"]),
-        ("Qwen3ForCausalLM", ["Qwen3DecoderLayer"]),
-        ("Phi3ForCausalLM", ["LlamaDecoderLayer"]),
-        ("Qwen3VLMoeForConditionalGeneration", ["Qwen3VLMoeDecoderLayer"]),
-        ("JambaForCausalLM", ["JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"]),
-        ("GPTNeoXForCausalLM", ["GPTNeoXLayer"]),
-        ("KimiVLForConditionalGeneration", ["DeepseekV2DecoderLayer"]),
-        ("MolmoForCausalLM", ["MolmoDecoderLayer", "MolmoDecoderNormAfterLayer"]),
-    ],
-)
-def test_an_architecture_is_followed_to_its_layers(
-    rows: list[ArchitectureReport], architecture: str, names: list[str]
-) -> None:
-    (row,) = [row for row in rows if row.architecture == architecture]
-    assert [layer.name for layer in row.layers] == names

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import libcst as cst
 import pytest
@@ -28,6 +29,14 @@ def weave_with(
     return result
 
 
+def with_properties(result: WeaveResult) -> Any:
+    """An object with the properties that were woven into the class."""
+    text = result.source or ""
+    names: dict[str, Any] = {}
+    exec("class Mini:\n" + text[text.index("    @property") :], names)
+    return names["Mini"]()
+
+
 SPLIT = mini.layer(
     """
     def forward(self, hidden_states):
@@ -53,10 +62,7 @@ def test_a_case_leaves_paths_out_and_the_layer_says_when_it_is_refused(
     )
     result = weave_with(monkeypatch, SPLIT, {KEY: rule})
     assert result.layers[0].unless == ("a split",)
-    text = result.source or ""
-    names: dict[str, object] = {}
-    exec("class Mini:\n" + text[text.index("    @property") :], names)
-    made = names["Mini"]()  # type: ignore[operator]
+    made = with_properties(result)
     for split, expected in ((False, ()), (True, ("a split",))):
         made.split = split
         assert made.hook_points_unless == expected
@@ -94,10 +100,7 @@ def test_a_point_of_some_layers_is_proven_for_these(
     result = weave_module(HALVED, MODULE)
     (layer,) = result.layers
     assert "attn_add" in layer.points and layer.sometimes == {"attn_add": "half"}
-    text = result.source or ""
-    names: dict[str, object] = {}
-    exec("class Mini:\n" + text[text.index("    @property") :], names)
-    made = names["Mini"]()  # type: ignore[operator]
+    made = with_properties(result)
     for half, expected in ((False, {}), (True, {"attn_add": "half"})):
         made.half = half
         assert made.hook_points_lacking == expected
@@ -408,10 +411,7 @@ def test_a_layer_may_have_one_stream_or_several(
     streams = {"streams_pre", "streams_post"}
     single = {"pre_attn", "post_attn", "post_block", "attn_add", "mlp_add"}
     assert {*layer.points} == {*streams, *single, "mlp_in", "mlp_out"}
-    text = result.source or ""
-    names: dict[str, object] = {}
-    exec("class Mini:\n" + text[text.index("    @property") :], names)
-    made = names["Mini"]()  # type: ignore[operator]
+    made = with_properties(result)
     made.count = 4
     for has_several, count, lacking in ((False, 0, streams), (True, 4, single)):
         made.several = has_several
