@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that are kept on the server and read over HTTP."""
 
-import json
 import urllib.request
 from typing import Any
 
@@ -31,12 +30,6 @@ def completion(server: Server, prompt: list[int], **spec: Any) -> Any:
     )
     assert status == 200, reply
     return reply["capture_results"]
-
-
-def delete(server: Server, name: str) -> Any:
-    request = urllib.request.Request(f"{server.url}{URL}/{name}", method="DELETE")
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)
 
 
 def test_rows_are_fetched_whole_in_parts_and_once(capture_server: Server) -> None:
@@ -72,7 +65,7 @@ def test_rows_are_fetched_whole_in_parts_and_once(capture_server: Server) -> Non
 
 def test_names_are_dropped_and_unknown_ones_are_listed(capture_server: Server) -> None:
     completion(capture_server, [1, 2, 3], name="gone")
-    assert delete(capture_server, "gone")["requests"] == 1
+    assert capture_server.delete(f"{URL}/gone").body["requests"] == 1
     status, reply = capture_server.get(f"{URL}/gone")
     assert status == 404 and "no rows are kept under this name" in str(reply)
     assert capture_server.get(f"{URL}?instance=inline").status == 404

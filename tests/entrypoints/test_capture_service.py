@@ -4,15 +4,15 @@
 import http.client
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.support.server import Server
+from tests.support.waiting import until
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -44,13 +44,6 @@ def metrics(server: Server) -> dict[tuple[str, str], float]:
 
 def counters(server: Server) -> Any:
     return server.get("/v1/capture").body["counters"]
-
-
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = monotonic() + seconds
-    while not holds():
-        assert monotonic() < deadline, "it did not happen in time"
-        sleep(0.1)
 
 
 def test_metrics_grow_with_what_is_captured(capture_server: Server) -> None:

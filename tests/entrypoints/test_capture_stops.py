@@ -3,14 +3,15 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.support.server import OWN_WORKER, Server
+from tests.support.waiting import until
 from vllm.v1.capture.consumers.filesystem import read_request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -21,25 +22,18 @@ class Streaming:
 
     def __init__(self, server: Server, name: str) -> None:
         self.chunks: list[Any] = []
-        self.error: Exception | None = None
         self._thread = threading.Thread(
             target=self._read, args=(server, body(name, 240))
         )
         self._thread.start()
 
     def _read(self, server: Server, request: dict[str, Any]) -> None:
-        try:
-            self.chunks.extend([])
+        with suppress(Exception):  # The server may end.
             for chunk in server.stream("/v1/completions", request):
                 self.chunks.append(chunk)
-        except Exception as error:
-            self.error = error
 
     def wait_for_chunks(self, number: int) -> None:
-        deadline = monotonic() + 60
-        while len(self.chunks) < number:
-            assert monotonic() < deadline and self.error is None, self.error
-            sleep(0.01)
+        until(lambda: len(self.chunks) >= number)
 
     def has_ended(self, seconds: float) -> bool:
         self._thread.join(seconds)

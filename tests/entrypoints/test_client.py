@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """clearbox-client with a real server."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from clearbox_client import AsyncClient, ClearboxError, Client
+from clearbox_client import ClearboxError, Client
 
 from tests.support.hf_reference import Reference, relative_error
 from tests.support.server import Server
@@ -46,13 +45,6 @@ def test_rows_are_the_models_with_their_tokens(
     assert "<svg" in reply._repr_html_()
 
 
-def test_several_samples_have_rows_each(client: Client) -> None:
-    fields = FIELDS | {"temperature": 1.0}
-    reply = client.complete(PROMPT, capture=CAPTURE, n=2, **fields)
-    assert len(reply.texts) == len(reply.rows_of) == 2
-    assert all(len(one[2, "post_block"]) == 10 for one in reply.rows_of)
-
-
 def test_many_prompts_are_answered_in_order(client: Client) -> None:
     prompts: list[Any] = [PROMPT[:3], [{"role": "user", "content": "hi"}], PROMPT[:5]]
     replies = client.complete_many(prompts, concurrency=2, progress=False, **FIELDS)
@@ -84,45 +76,3 @@ def test_a_stream_and_a_chat_carry_rows(client: Client) -> None:
     reply = client.chat(chat, capture=CAPTURE, **FIELDS)
     assert len(reply.rows[0, "post_block"]) > 5
     assert "".join(c.text for c in client.stream(chat, **FIELDS)) == reply.text
-
-
-def test_shared_memory_has_the_same_rows(client: Client) -> None:
-    spec = CAPTURE["inline"]
-    shm = {"inline": {**spec, "transport": "shm"}}
-    wanted = client.complete(PROMPT, capture=CAPTURE, **FIELDS).rows
-    mapped = client.complete(PROMPT, capture=shm, **FIELDS).rows
-    (*_, last) = client.stream(PROMPT, capture=shm, **FIELDS)
-    for found in (mapped, last.rows):
-        assert list(found) == list(wanted)
-        for tap, rows in wanted.items():
-            assert np.array_equal(found[tap].values, rows.values)
-            assert found[tap].token_ids == rows.token_ids
-
-
-def test_a_refusal_names_parameter_value_and_remedy(client: Client) -> None:
-    capture = {"inline": {"hooks": {"post_block": [99]}}}
-    with pytest.raises(ClearboxError) as caught:
-        client.complete(PROMPT, capture=capture, **FIELDS)
-    error = caught.value
-    assert error.status == 400 and "99" in error.message
-    assert error.parameter is not None and "capture" in error.parameter
-    assert error.value == "99"
-    assert "inline" in [one["name"] for one in client.capture_status()["consumers"]]
-
-
-def test_the_asynchronous_client_gets_the_same_rows(
-    client: Client, capture_server: Server
-) -> None:
-    async def ask() -> Any:
-        async with AsyncClient(capture_server.url) as asked:
-            asking = (asked.complete(PROMPT, capture=CAPTURE, **FIELDS) for _ in "ab")
-            replies = await asyncio.gather(*asking)
-            parts = [c async for c in asked.stream(PROMPT, capture=CAPTURE, **FIELDS)]
-            return replies, parts
-
-    replies, parts = asyncio.run(ask())
-    wanted = client.complete(PROMPT, capture=CAPTURE, **FIELDS)
-    for found in (*replies, parts[-1]):
-        for tap, rows in wanted.rows.items():
-            found_rows = torch.from_numpy(found.rows[tap].values)
-            assert relative_error(found_rows, torch.from_numpy(rows.values)) < 1e-4

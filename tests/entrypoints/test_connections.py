@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import pytest
 import uvicorn
 import uvloop
 
+from tests.support.waiting import until
 from vllm.entrypoints.serve.capture import connections, sending
 from vllm.entrypoints.serve.capture.connections import (
     SMALL,
@@ -119,13 +120,6 @@ def served() -> Iterator[Served]:
 def is_body(data: bytes) -> bool:
     """Whether it is the body; pytest would show a difference of 40 MB for minutes."""
     return data == BODY.tobytes()
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not holds():
-        assert time.monotonic() < deadline, "it does not become true"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("path", ["/rows", "/uncounted"])

@@ -43,13 +43,3 @@ def test_a_stream_holds_nothing_but_the_refusal(capture_server: Server) -> None:
     (only,) = capture_server.stream("/v1/completions", body)
     assert only["error"]["code"] == 400 and only["error"]["param"] == "steering_name"
     assert "--enable-steering" in only["error"]["message"]
-
-
-@pytest.mark.parametrize("path", ["", "/layers", "/modules"])
-def test_reading_routes_say_so(capture_server: Server, path: str) -> None:
-    refused = capture_server.get(f"/v1/steering{path}")
-    assert refused.status == 400 and "--enable-steering" in str(refused.body)
-
-
-def test_changing_routes_are_not_there_without_a_key(capture_server: Server) -> None:
-    assert capture_server.post("/v1/steering/set", {"vectors": SPEC}).status == 404

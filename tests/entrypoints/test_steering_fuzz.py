@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.entrypoints.test_steering_routes import VECTORS, application, post
+from tests.hostile.mutations import places, put
 from tests.v1.steering._ranks import Core
 from vllm.v1.steering.core.prefix_cache import EngineSteering
 from vllm.v1.steering.plan import NO_STEERING
@@ -55,25 +56,6 @@ JSON = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield every place in a JSON value."""
-    yield path
-    children = value.items() if isinstance(value, dict) else ()
-    if isinstance(value, list):
-        children = enumerate(value)
-    for key, child in children:
-        yield from places(child, (*path, key))
-
-
-def put(value: Any, path: tuple[Any, ...], other: Any) -> Any:
-    """A copy of the value with another one at a place."""
-    if not path:
-        return other
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = put(value[path[0]], path[1:], other)
-    return copy
-
-
 ENTRY = {"vector": [1.0, 2.0, 3.0, 4.0], "op": "clamp", "min": 0, "positions": [0, -1]}
 PACKED = {
     "dtype": "float32",
@@ -92,7 +74,6 @@ PLACES = list(places(RIGHT))
 
 
 @given(where=st.sampled_from(PLACES), other=JSON)
-@settings(max_examples=60, deadline=None)
 def test_a_body_with_one_place_spoilt_is_refused_or_carried_out(
     where: tuple[Any, ...], other: Any
 ) -> None:

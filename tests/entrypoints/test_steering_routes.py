@@ -250,6 +250,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("modules/register", {"name": "x" * 129, "vectors": VECTORS}, "128"),
     ("modules/register", {"name": 7, "vectors": VECTORS}, "printable"),
     ("modules/register", {"vectors": VECTORS}, "name"),
+    ("modules/unregister", {}, "name"),
+    ("modules/unregister", {"name": 3}, "name"),
 ]
 
 

@@ -8,23 +8,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo"
 sys.path.insert(0, str(DEMO))  # the examples are scripts, not an installed package
 
-import asking  # noqa: E402
 import comparing  # noqa: E402
 import picture  # noqa: E402
 import serving  # noqa: E402
-import toning  # noqa: E402
 
 # Answers /health once it listens; the port is the first argument.
 HEALTHY = """
@@ -54,26 +52,6 @@ def is_alive(pid: int) -> bool:
     return status != "Z"  # a zombie has exited
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert condition()
-
-
-def test_the_wanted_port_is_taken_if_it_is_free() -> None:
-    port = serving.free_port(0)
-    assert serving.free_port(port) == port
-
-
-def test_another_port_is_chosen_where_the_wanted_one_is_taken() -> None:
-    with socket.socket() as taken:
-        taken.bind((serving.HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert serving.free_port(port) not in (0, port)
-
-
 def test_a_server_and_its_children_are_stopped_whatever_happens(
     tmp_path: Path,
 ) -> None:
@@ -87,7 +65,7 @@ def test_a_server_and_its_children_are_stopped_whatever_happens(
         pid = int(child.read_text())
         assert is_alive(pid)
         raise KeyboardInterrupt
-    wait_until(lambda: not is_alive(pid))
+    until(lambda: not is_alive(pid))
     assert serving.free_port(port) == port
 
 
@@ -167,37 +145,6 @@ def test_the_picture_shows_the_embedding_and_every_block(tmp_path: Path) -> None
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_point_of_the_stream_is_asked_for() -> None:
-    asked = asking.capture_of("one")["filesystem"]
-    assert set(asked["hooks"]) == {"pre_attn", "post_attn", "post_block"}
-    assert asked["request_id"] == "one" and asked["positions"] == "all"
-
-
-def test_both_tones_have_as_many_stories() -> None:
-    found = toning.stories(5)
-    assert {tone: len(texts) for tone, texts in found.items()} == {
-        "cheerful": 5,
-        "gloomy": 5,
-    }
-    for tone, texts in found.items():
-        sign = 1 if tone == "cheerful" else -1
-        assert all(sign * toning.tone_score(text) > 0 for text in texts)
-
-
-def test_a_packed_vector_is_the_vector() -> None:
-    from vllm.v1.steering.spec.parse import SteeredModel, parse_vectors
-
-    vector = np.array([1.0, -2.0], np.float32)
-    model = SteeredModel({toning.LAYER: [toning.HOOK]}, 2, torch.float32)
-    found = parse_vectors(toning.packed(vector, -0.5), model, "vectors").vectors
-    assert found[toning.LAYER, toning.HOOK].tolist() == [-0.5, 1.0]
-
-
-def test_scores_rise_only_if_each_does() -> None:
-    assert toning.rises([-1, 0, 0.5]) and not toning.rises([-1, 0, 0])
-    assert toning.bar(-1, 4) == "####|    " and toning.bar(0.5, 4) == "    |##  "
-
-
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -228,10 +175,7 @@ def test_the_server_is_stopped_when_the_demo_is(tmp_path: Path) -> None:
     command = [sys.executable, str(DEMO / "run.py"), "--out", str(tmp_path)]
     command += ["--port", str(serving.free_port(0))]
     demo = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    wait_until_logged = tmp_path / "server.log"
-    deadline = time.monotonic() + 60
-    while not wait_until_logged.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until((tmp_path / "server.log").exists)
     time.sleep(1)
     children = [
         int(folder.name)
@@ -241,7 +185,7 @@ def test_the_server_is_stopped_when_the_demo_is(tmp_path: Path) -> None:
     assert children, "the server was not started"
     os.kill(demo.pid, signal.SIGTERM)
     assert demo.wait(60) == 128 + signal.SIGTERM
-    wait_until(lambda: not any(map(is_alive, children)))
+    until(lambda: not any(map(is_alive, children)))
 
 
 def _parent_of(process: Path) -> int | None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo model: its text, its tone scorer, its committed weights, its training."""
 
-import random
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -28,7 +27,6 @@ from scenes import KIN  # noqa: E402
 from text_tokenizer import SPECIAL_TOKENS, train_tokenizer  # noqa: E402
 from tone import CHEERFUL_WORDS, GLOOMY_WORDS, tone_score  # noqa: E402
 from train import main as train_main  # noqa: E402
-from writer import expand  # noqa: E402
 
 STEERED_LAYER = 2
 
@@ -74,21 +72,6 @@ def test_equal_seeds_give_equal_text_and_others_differ() -> None:
     assert take(50, seed=3) != take(50, seed=4)
 
 
-def test_every_mark_of_a_template_is_resolved() -> None:
-    text = "".join(document.text for document in take(2000, seed=5))
-    assert not set(text) & set("[]{}_")
-
-
-def test_a_template_with_an_unknown_slot_is_refused() -> None:
-    with pytest.raises(KeyError, match="nobody"):
-        expand("[{nobody}|{nobody}] came", {}, random.Random(0))
-
-
-def test_both_tones_are_equally_frequent() -> None:
-    cheerful = sum(document.tone == "cheerful" for document in take(2000, seed=6))
-    assert 900 < cheerful < 1100
-
-
 def test_openings_have_no_tone_and_the_rest_has_the_documents_tone() -> None:
     for document in take(1000, seed=7):
         rest = document.text.removeprefix(document.opening)
@@ -128,13 +111,6 @@ def test_batches_hold_whole_documents_and_predict_each_next_token(
         assert text.removeprefix("<|bos|>") in texts
         assert labels[: length - 1] == ids[1:length]
         assert set(labels[length - 1 :]) == {IGNORED}
-
-
-def test_a_document_longer_than_a_batch_is_cut_and_comes_alone(
-    small_tokenizer: Tokenizer,
-) -> None:
-    batch = next(batches(small_tokenizer, tokens=8, length=20, seed=1))
-    assert batch.input_ids.shape == (1, 20)
 
 
 def test_the_committed_folder_is_small() -> None:

@@ -112,37 +112,3 @@ def test_extracting_makes_the_vector_in_the_same_folder(
     tap = (2, "post_block")
     cosine = made.vectors[tap] @ kept.vectors[tap] / made.norm(tap) / kept.norm(tap)
     assert cosine > 0.999 and made.provenance.weights == kept.provenance.weights
-
-
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_each_chat_of_a_batch_is_steered_by_its_own(demo_llm: Any) -> None:
-    # Not an example, but this engine has a chat template.
-    from vllm import SamplingParams
-
-    vector = load_vectors(TONE).vectors[2, "post_block"]
-    own = {"decode_steering_vectors": {"post_block": {3: vector * -2}}}
-    fields: list[dict[str, Any]] = [{}, {"steering_name": "tone"}, own]
-    chats = [
-        [{"role": "user", "content": text}]
-        for text in ("Tell me about the dog.", "Where is Anna?")
-    ]
-
-    def params(**steered: Any) -> SamplingParams:
-        return SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, **steered)
-
-    cases = [(chat, one) for chat in chats for one in fields]
-    outputs = demo_llm.chat(
-        [chat for chat, _ in cases],
-        [params(**one) for _, one in cases],
-        use_tqdm=False,
-    )
-    texts = [output.outputs[0].text for output in outputs]
-    ways = {tuple(texts[number :: len(fields)]) for number in range(len(fields))}
-    assert len(ways) == len(fields), "two of the ways do the same"
-    for (chat, one), text, output in zip(cases, texts, outputs, strict=True):
-        (alone,) = demo_llm.chat(chat, params(**one), use_tqdm=False)
-        assert alone.outputs[0].text == text, (chat, one)
-        prompt = {"prompt_token_ids": output.prompt_token_ids}
-        (written,) = demo_llm.generate(prompt, params(**one), use_tqdm=False)
-        assert written.outputs[0].text == text, (chat, one)

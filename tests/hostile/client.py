@@ -4,13 +4,12 @@
 import json
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 from tests.support.server import Reply, Server
 
@@ -35,18 +34,8 @@ class Client:
         if given:
             # The client encodes headers as Latin-1, so these bytes are sent.
             headers["Authorization"] = (b"Bearer " + given).decode("latin-1")
-        request = urllib.request.Request(
-            self.server.url + path, body, headers, method=method
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=120) as reply:
-                status, text = reply.status, reply.read()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read()
-        try:
-            return Reply(status, json.loads(text))
-        except ValueError:
-            return Reply(status, text.decode(errors="replace"))
+        url = self.server.url + path
+        return self.server.send(Request(url, body, headers, method=method))
 
     def get(self, path: str) -> Reply:
         """The reply to GET."""

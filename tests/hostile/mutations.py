@@ -170,9 +170,9 @@ def mutations(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
 
 def _mutated(body: dict[str, Any], chance: random.Random) -> bytes:
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        where = chance.choice(list(_places(body)))
+        where = chance.choice(list(places(body)))
         change = chance.choice(CHANGES)
-        changed = _put(body, where, change(_at(body, where), chance))
+        changed = put(body, where, change(_at(body, where), chance))
         # A long text at each of many names would not fit into this process.
         body = changed if _can_be_sent(changed) else body
     raw = json.dumps(body, ensure_ascii=chance.random() < 0.8)
@@ -267,14 +267,15 @@ def _bitten(raw: bytes, chance: random.Random) -> bytes:
     )
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield places in a JSON value; of a list the first ones."""
     yield path
     if isinstance(value, dict):
         for key, child in value.items():
-            yield from _places(child, (*path, key))
+            yield from places(child, (*path, key))
     elif isinstance(value, list) and len(path) < 8:
         for index in range(min(len(value), 3)):
-            yield from _places(value[index], (*path, index))
+            yield from places(value[index], (*path, index))
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -283,9 +284,10 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
     return value
 
 
-def _put(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+def put(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    """A copy of the value with another one at a place."""
     if not path:
         return other
     copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = _put(value[path[0]], path[1:], other)
+    copy[path[0]] = put(value[path[0]], path[1:], other)
     return copy

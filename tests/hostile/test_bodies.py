@@ -35,16 +35,12 @@ def packed(**changes: Any) -> bytes:
 
 
 REFUSED: dict[str, Callable[[], bytes]] = {
-    "ten million positions": lambda: captured(positions=[*range(10**7)]),
-    "a million positions": lambda: captured(positions=[*range(1_000_000)]),
-    "a million ranges": lambda: captured(
-        hooks={"post_block": {"ranges": [[0, 0]] * 10**6}}
+    "thirty million positions": lambda: captured(positions="MANY").replace(
+        b'"MANY"', b"[" + b"1," * (33 << 20) + b"1]"
     ),
+    "a million positions": lambda: captured(positions=[*range(1_000_000)]),
     "sixty thousand ranges": lambda: captured(
         hooks={"post_block": {"ranges": [[0, 0]] * 60_000}}
-    ),
-    "a million hook points": lambda: captured(
-        hooks={f"hook{n}": [0] for n in range(10**6)}
     ),
     "sixty thousand hook points": lambda: captured(
         hooks={f"hook{n}": 0 for n in range(60_000)}
@@ -59,13 +55,7 @@ REFUSED: dict[str, Callable[[], bytes]] = {
     "deep capture": lambda: captured(positions="DEEP").replace(
         b'"DEEP"', b"[" * 900 + b"]" * 900
     ),
-    "deep vectors": lambda: steered("DEEP").replace(
-        b'"DEEP"', b'{"a":' * 900 + b"1" + b"}" * 900
-    ),
     "a boolean shape": lambda: packed(shape=[True, 192]),
-    "a long shape": lambda: packed(shape=["LONG", WIDTH]).replace(
-        b'"LONG"', b"9" * 4200
-    ),
     "a shape of many": lambda: packed(shape=[2**31 - 1, 2**31 - 1]),
     "too much data": lambda: packed(data="A" * 60_000_000),
     "a million packed layers": lambda: packed(layer_indices=[0] * 1_000_000),
@@ -136,28 +126,7 @@ def unpacking(size: int) -> dict[str, Any]:
 
 REFUSED_ELSEWHERE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "numbers as messages": (CHATS, lambda: chat(messages=[1] * 130_000)),
-    "empty messages": (CHATS, lambda: chat(messages=[{}] * 60_000)),
-    "bad messages after good": (
-        CHATS,
-        lambda: chat(messages=[TEXT] * 200 + [{"role": "user", "content": 5}] * 20_000),
-    ),
-    "numbers as parts": (
-        CHATS,
-        lambda: chat(messages=[TEXT | {"content": [1] * 130_000}]),
-    ),
-    "many parts": (
-        CHATS,
-        lambda: chat(messages=[TEXT | {"content": [{"type": "x"}] * 40_000}]),
-    ),
     "numbers as tools": (CHATS, lambda: chat(tools=[1] * 130_000)),
-    "texts as a bias": (
-        CHATS,
-        lambda: chat(logit_bias={f"{n}": "x" for n in range(60_000)}),
-    ),
-    "many fields": (
-        CHATS,
-        lambda: chat(**{f"a{n}": 1 for n in range(60_000)}),
-    ),
     "a long prompt for all routes": (
         INVOKED,
         lambda: json.dumps(BASE | {"prompt": "a story " * 3_000_000}).encode(),
@@ -190,14 +159,6 @@ REFUSED_ELSEWHERE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "vectors that unpack to a gigabyte": (
         "/v1/completions",
         lambda: xargs(apply_steering_vectors=json.dumps([unpacking(1 << 24)] * 64)),
-    ),
-    "a bias of many digits": (
-        "/v1/completions",
-        lambda: read(kind="probe", vectors=[ONE], bias=[10**40], layer=0),
-    ),
-    "parameters of many digits": (
-        "/v1/completions",
-        lambda: read(kind="custom", name="x", params={"x": -(10**30)}),
     ),
     "a prompt of a book": (
         f"{INTERP}/tokenize",
@@ -356,19 +317,6 @@ def test_upstreams_messages_repeat_little_of_what_was_sent(client: Client) -> No
         assert reply.status == 404, reply
         assert len(str(reply.body)) < 10_000
         assert "does not exist" in str(reply.body)
-
-
-def test_large_vectors_as_numbers_still_steer(client: Client) -> None:
-    spec = {"post_block": {str(n): [{"vector": ONE}] * 16 for n in range(3)}}
-    plain = client.post("/v1/completions", BASE | {"logprobs": 1})
-    reply = client.post(
-        "/v1/completions", BASE | {"steering_vectors": spec, "logprobs": 1}
-    )
-    assert reply.status == 200, reply
-    logprobs = [
-        r.body["choices"][0]["logprobs"]["token_logprobs"] for r in (plain, reply)
-    ]
-    assert logprobs[0] != logprobs[1]
 
 
 @pytest.mark.parametrize("path", ["A" * 5000, "é" * 300 + ".safetensors", "\x00", "/"])

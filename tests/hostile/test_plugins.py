@@ -23,8 +23,7 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.http import as_json
 from vllm.v1.capture.registry import as_sink
-from vllm.v1.readouts.worker.custom import CustomReadouts
-from vllm.v1.readouts.worker.jobs import Job, ReadingRequest
+from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.residual.plain_data import fault_of
 from vllm.v1.residual.plugin_errors import Failures, is_interrupt
 from vllm.v1.worker.step_consumers import StepConsumers
@@ -123,11 +122,6 @@ def test_what_raises_on_the_engines_thread_does_not_end_the_engine(
     # As in a server, whose engine handles SIGINT.
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
     nothing: Any = None
-    readouts = CustomReadouts(nothing)
-    readouts._made["leaving"] = SimpleNamespace(compute=raising(error))
-    request = ReadingRequest((), (), (), 2, {})
-    told = readouts.compute(entry("leaving"), 0, torch.zeros(2, 1, 4), request)
-    assert isinstance(told, str) and told.startswith(type(error).__name__)
     consumer = SimpleNamespace(on_step=raising(error), shutdown=raising(error))
     steps = object.__new__(StepConsumers)
     steps._consumers, steps._complained, steps._prompts = (

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long texts in unexpected places take little memory and are not repeated."""
 
+import json
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
+from tests.entrypoints.test_steering_routes import VECTORS
 from vllm.entrypoints.serve.utils.request_body import _bounded, short_errors
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.arrays import as_array
+from vllm.v1.steering.spec.files import read_module
 
 LONG = "x" * 1_000_000
 
@@ -68,3 +72,11 @@ def test_few_of_many_errors_are_kept() -> None:
     kept = short_errors(errors)
     assert 1 <= len(kept) <= 100
     assert kept[0]["loc"] == ("body", 0)
+
+
+def test_half_a_character_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "calm.json"
+    body = {"vectors": VECTORS, "metadata": {"origin": "\ud800"}}
+    file.write_text(json.dumps(body))
+    with pytest.raises(SteeringValidationError, match="origin in the metadata"):
+        read_module(file)

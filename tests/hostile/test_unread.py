@@ -16,6 +16,7 @@ from tests.hostile.client import Client, watching
 from tests.hostile.conftest import INLINE_BYTES, WIDTH
 from tests.hostile.memory import run_in
 from tests.support.server import Server
+from tests.support.waiting import until
 from vllm.entrypoints.serve.interp_engine.room import MOST_BYTES, MOST_TOGETHER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -113,10 +114,7 @@ def test_what_clients_do_not_read_is_bounded(
     assert refused.status == 400 and "unread responses" in str(refused.body)
     assert client.post("/v1/completions", {**BODY, "capture": {}}).status == 200
     opened.close()
-    deadline = monotonic() + 30
-    while client.post("/v1/completions", BODY).status != 200:
-        assert monotonic() < deadline, "clients that are gone hold memory"
-        sleep(0.2)
+    until(lambda: client.post("/v1/completions", BODY).status == 200, 30)
 
 
 @pytest.mark.hostile
@@ -137,10 +135,7 @@ def test_tensors_that_clients_of_interp_engine_do_not_read_are_bounded(
     assert refused.status == 503 and "try again" in str(refused.body)
     assert client.post("/v1/completions", {**BODY, "capture": {}}).status == 200
     opened.close()
-    deadline = monotonic() + 30
-    while client.post(path, {"token_ids": [5]}).status != 200:
-        assert monotonic() < deadline, "clients that are gone hold memory"
-        sleep(0.2)
+    until(lambda: client.post(path, {"token_ids": [5]}).status == 200, 30)
 
 
 READOUTS: dict[str, Any] = {
@@ -242,10 +237,7 @@ def test_results_of_readouts_that_nobody_reads_are_bounded_and_cut(
     for one in deaf:
         opened.enter_context(one.socket)
     assert all(one.is_admitted() for one in deaf)
-    deadline = monotonic() + 60
-    while client.post("/v1/completions", READOUTS).status != 200:
-        assert monotonic() < deadline, "clients that do not read hold memory"
-        sleep(0.5)
+    until(lambda: client.post("/v1/completions", READOUTS).status == 200)
     assert "has not read its response for 2 s" in attacked.log.read_text()
 
 

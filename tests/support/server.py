@@ -86,11 +86,15 @@ class Server:
 
     def get(self, path: str) -> Reply:
         """The reply to GET."""
-        return self._reply(urllib.request.Request(self.url + path))
+        return self.send(urllib.request.Request(self.url + path))
 
     def post(self, path: str, body: Any, **headers: str) -> Reply:
         """The reply to POST with a JSON body."""
-        return self._reply(self._request(path, body, headers))
+        return self.send(self._request(path, body, headers))
+
+    def delete(self, path: str) -> Reply:
+        """The reply to DELETE."""
+        return self.send(urllib.request.Request(self.url + path, method="DELETE"))
 
     def stream(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
         """The chunks of a streamed reply."""
@@ -110,16 +114,17 @@ class Server:
             {"Content-Type": "application/json"} | headers,
         )
 
-    def _reply(self, request: urllib.request.Request) -> Reply:
+    def send(self, request: urllib.request.Request) -> Reply:
+        """The reply to any request."""
         try:
             with urllib.request.urlopen(request, timeout=120) as reply:
-                status, text = reply.status, reply.read().decode()
+                status, raw = reply.status, reply.read()
         except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
+            status, raw = error.code, error.read()
         try:
-            return Reply(status, json.loads(text))
+            return Reply(status, json.loads(raw))
         except ValueError:
-            return Reply(status, text)
+            return Reply(status, raw.decode(errors="replace"))
 
     def ends_within(self, seconds: float) -> bool:
         """Whether the server ends by itself."""
