@@ -2,8 +2,6 @@
 """vllm-activation-capture's scripts and formulas, without the package."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -343,15 +341,6 @@ def test_the_check_of_a_model_ends_well(
     states = check.library_states(EngineArgs(model=str(model)), captured.token_ids)
     assert check.verdict(check.compare(captured, states), captured, None) == 0
     assert "at 5 hook points" in capsys.readouterr().out
-
-
-@pytest.mark.soak
-def test_the_command_ends_well(model: Path) -> None:
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "check", str(model)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "OK:" in done.stdout
 
 
 def test_the_tools_say_that_nothing_needs_patching(

@@ -107,6 +107,8 @@ def test_an_intervention_that_is_not_one_is_refused(spec: Any, message: str) -> 
     [
         ({"input_ids": [[1, 2, 3], [1, 2]]}, "different lengths: pass them one by one"),
         ({"input_ids": None}, "input_ids is missing"),
+        ({"capture": ("blocks.9.hook_out",)}, "not a hook point"),
+        ({"use_cache": True}, "unknown to this driver"),
         ({"attention_mask": torch.tensor([[0, 1]])}, "padding would be read"),
         (
             {
@@ -118,7 +120,7 @@ def test_an_intervention_that_is_not_one_is_refused(spec: Any, message: str) -> 
             "another name of the same hook point",
         ),
     ],
-    ids=["lengths", "missing", "mask", "twice"],
+    ids=["lengths", "missing", "capture", "unknown", "mask", "twice"],
 )
 def test_calls_that_cannot_be_carried_are_refused(
     driver, given: dict[str, Any], message: str

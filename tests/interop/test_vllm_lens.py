@@ -22,7 +22,7 @@ from vllm.interop.vllm_lens import (
     responses,
     tensors,
 )
-from vllm.interop.vllm_lens.consumer import LensConsumer, steered
+from vllm.interop.vllm_lens.consumer import LensConsumer
 from vllm.interop.vllm_lens.requests import translate
 from vllm.v1.capture.capabilities import group_method
 from vllm.v1.capture.frontend.http import response_results
@@ -204,16 +204,6 @@ def test_tensors_survive_the_wire(dtype: torch.dtype, shape: list[int]) -> None:
 def test_tensors_that_do_not_fit_are_refused(changes) -> None:
     with pytest.raises(ValueError):
         tensors.decode(tensors.encode(torch.zeros(3)) | changes)
-
-
-def test_rows_at_positions_are_steered() -> None:
-    rows = torch.randn(4, 8)
-    vectors = torch.randn(2, 8)
-    entry = {"scale": 2.0, "norm_match": False, "positions": [1, 3]}
-    changed = steered(rows, [0, 1, 2, 3], [entry | {"vectors": vectors.tolist()}])
-    expected = rows.clone()
-    expected[[1, 3]] += 2 * vectors
-    torch.testing.assert_close(changed, expected)
 
 
 def test_rows_of_a_group_stay_one_block_and_others_keep_theirs() -> None:

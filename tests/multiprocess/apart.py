@@ -9,6 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Variables of processes with small engines on a CPU."""
+
+
+def runner(pipeline: int) -> str:
+    """`VLLM_USE_V2_MODEL_RUNNER`: on a CPU only the V2 runner has several stages."""
+    return "1" if pipeline > 1 else "0"
+
 
 def carry_out(module: str, order: Any, found: Path, timeout: float) -> dict[str, Any]:
     """Run `python -m module ORDER.json`; returns what it saves at `found`.

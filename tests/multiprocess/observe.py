@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.multiprocess.apart import carry_out
+from tests.multiprocess.apart import ON_CPU, carry_out, runner
 from tests.multiprocess.experts import complete_on_cpu
 
 COMPLETE = "CLEARBOX_TEST_EXPERTS"
@@ -53,19 +53,18 @@ class Order:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables; on a CPU only the V2 runner has several stages."""
-        return {
+        """Environment variables.
+
+        They also turn off Dynamo: the interpreter has no compile target, which
+        upstream's Cohere requires.
+        """
+        return ON_CPU | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
-            "OMP_NUM_THREADS": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": runner(self.pipeline),
             "PYTHONPATH": os.pathsep.join(
                 filter(None, [self.plugins, os.environ.get("PYTHONPATH")])
             ),
             **({COMPLETE: "1"} if self.experts else {}),
-            # The interpreter has no compile target, which upstream's Cohere requires.
-            "TORCHDYNAMO_DISABLE": "1",
         }
 
 
@@ -192,6 +191,7 @@ def _hooked(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     from vllm.interop.vllm_lens import Hook
 
     hooks = [Hook(turn, [0, 3]), Hook(keep, [0, 2, 3]), Hook(keep, [1], pre=True)]
+    hooks.append(Hook(turn, [2], pre=True))
     common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     common |= {"max_tokens": NEW_TOKENS, "logprobs": -1}
     asked = {"apply_hooks": hooks}

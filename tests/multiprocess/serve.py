@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.multiprocess.apart import carry_out
+from tests.multiprocess.apart import ON_CPU, carry_out, runner
 from tests.multiprocess.observe import (
     COMPLETE,
     READOUTS,
@@ -50,15 +50,10 @@ class Order:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables; on a CPU only the V2 runner has several stages."""
-        return {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.pipeline > 1 else "0",
-            "OMP_NUM_THREADS": "1",
-            **({COMPLETE: "1"} if self.experts else {}),
-            "TORCHDYNAMO_DISABLE": "1",
-        }
+        """Environment variables."""
+        completed = {COMPLETE: "1"} if self.experts else {}
+        chosen = {"VLLM_USE_V2_MODEL_RUNNER": runner(self.pipeline)}
+        return ON_CPU | chosen | completed
 
 
 async def serve(order: Order) -> dict[str, Any]:

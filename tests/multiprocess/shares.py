@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.multiprocess.apart import carry_out
+from tests.multiprocess.apart import ON_CPU, carry_out
 from tests.multiprocess.experts import complete_on_cpu, share_in_one_engine
 
 LAYERS = 4
@@ -52,13 +52,7 @@ class Order:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of all processes, which read the last three."""
-        on_cpu = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1),
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
+        on_cpu = ON_CPU | {"VLLM_USE_V2_MODEL_RUNNER": str(self.runner - 1)}
         return ({} if self.cuda else on_cpu) | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.engines > 1)),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

@@ -5,12 +5,12 @@ A change that one of them has confirmed holds for the others.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, NamedTuple
 
 import httpx
@@ -22,6 +22,7 @@ import torch
 from tests.multiprocess import connections
 from tests.multiprocess.connections import Connections
 from tests.multiprocess.steered import HIDDEN, KEY, carried_out, post, served
+from tests.support.waiting import until
 from vllm.v1.readouts.modules import save_probe
 
 pytestmark = [
@@ -50,6 +51,20 @@ class Servers(NamedTuple):
     def client(self, number: int) -> httpx.Client:
         """A new client of one of them."""
         return self.opened.to(number, self.processes)
+
+    def at_once(
+        self, count: int, act: Callable[[httpx.Client, int], httpx.Response]
+    ) -> list[httpx.Response]:
+        """What clients of both, each with a number, are answered at the same time."""
+        clients = [self.client(number % 2) for number in range(count)]
+        begin = threading.Barrier(count)
+
+        def one(number: int) -> httpx.Response:
+            begin.wait()
+            return act(clients[number], number)
+
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(one, range(count)))
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
@@ -153,15 +168,12 @@ def test_vectors_set_through_one_are_cleared_by_the_other(
 def test_changes_at_the_same_time_are_all_kept(servers: Servers, both: Both) -> None:
     layers, hooks = range(6), ("pre_attn", "post_attn", "post_block")
     changes = [at(layer, layer, hook) for layer in layers for hook in hooks]
-    clients = [servers.client(number % 2) for number in range(len(changes))]
-    begin = threading.Barrier(len(changes))
 
-    def change(client: httpx.Client, vectors: Body) -> None:
-        begin.wait()
-        carried_out(post(client, "set", vectors=vectors))
+    def change(client: httpx.Client, number: int) -> httpx.Response:
+        return post(client, "set", vectors=changes[number])
 
-    with ThreadPoolExecutor(len(changes)) as pool:
-        list(pool.map(change, clients, changes))
+    for response in servers.at_once(len(changes), change):
+        carried_out(response)
     for client in both:
         kept = state(client)["vectors"]
         assert {hook: sorted(at) for hook, at in kept.items()} == {
@@ -172,17 +184,10 @@ def test_changes_at_the_same_time_are_all_kept(servers: Servers, both: Both) -> 
 def test_of_two_that_take_a_name_at_the_same_time_one_is_refused(
     servers: Servers, both: Both
 ) -> None:
-    clients = [servers.client(number % 2) for number in range(8)]
-    begin = threading.Barrier(len(clients))
+    def register(client: httpx.Client, number: int) -> httpx.Response:
+        return post(client, "modules/register", name="once", vectors=at(number))
 
-    def register(number: int) -> httpx.Response:
-        begin.wait()
-        return post(
-            clients[number], "modules/register", name="once", vectors=at(number)
-        )
-
-    with ThreadPoolExecutor(len(clients)) as pool:
-        answers = list(pool.map(register, range(len(clients))))
+    answers = servers.at_once(8, register)
     (taken,) = [one for one in answers if one.status_code == 200]
     for response in answers:
         if response is not taken:
@@ -344,9 +349,7 @@ def test_each_server_tells_of_what_all_have_captured(
     for client in both:  # The other process may have had no capture.
         before = captured(client)
         carried_out(ask(one, capture={"inline": spec}))
-        deadline = monotonic() + 10
-        while captured(client) == before and monotonic() < deadline:
-            sleep(0.2)
+        until(lambda client=client, before=before: captured(client) != before, 10)
         counted.append(captured(client) - before)
     assert counted == [1, 1]
     assert captured(one) == captured(other)
@@ -403,16 +406,11 @@ def test_of_two_that_register_a_probe_at_the_same_time_one_is_refused(
     servers: Servers, both: Both, tmp_path: Path
 ) -> None:
     paths = probes(tmp_path, 8)
-    clients = [servers.client(number % 2) for number in range(len(paths))]
-    begin = threading.Barrier(len(clients))
 
-    def register(number: int) -> httpx.Response:
-        begin.wait()
-        body = {"name": "once", "path": paths[number]}
-        return readout_modules(clients[number], "register", **body)
+    def register(client: httpx.Client, number: int) -> httpx.Response:
+        return readout_modules(client, "register", name="once", path=paths[number])
 
-    with ThreadPoolExecutor(len(clients)) as pool:
-        answers = list(pool.map(register, range(len(clients))))
+    answers = servers.at_once(len(paths), register)
     (taken,) = [n for n, found in enumerate(answers) if found.status_code == 200]
     for number, response in enumerate(answers):
         if number != taken:
@@ -448,10 +446,7 @@ def test_metrics_count_what_all_engines_have_captured_through_any_server(
         list(pool.map(capture, clients))
     wanted = [before[0] + 2 * len(clients), before[1] + len(clients)]
     for client in both:
-        deadline = monotonic() + 60
-        while (told := [metric(client, name) for name in names]) != wanted:
-            assert monotonic() < deadline, (told, wanted)
-            sleep(0.2)
+        until(lambda client=client: [metric(client, n) for n in names] == wanted)
 
 
 def metric(client: httpx.Client, name: str) -> float:

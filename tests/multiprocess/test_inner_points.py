@@ -12,10 +12,8 @@ import pytest
 import torch
 import transformers
 
-from tests.support.hf_reference import relative_error
-from tests.v1.capture.engine.test_inner_points import (
+from tests.v1.capture.engine.test_inner_points import (  # noqa: F401
     HEADS,
-    LACKS,
     OTHER,
     PROMPT,
     SIZE,
@@ -23,7 +21,9 @@ from tests.v1.capture.engine.test_inner_points import (
     TOKENS,
     Pair,
     check_addition,
-    read,
+    test_a_condition_reads_and_gates_inside_the_block,
+    test_probes_read_rows_of_any_width_and_some_heads,
+    test_rows_are_those_of_the_library,
 )
 
 pytestmark = [
@@ -52,30 +52,6 @@ def pair(
     )
     yield opened
     opened.engine.close()
-
-
-def test_rows_are_whole_and_in_order(pair: Pair) -> None:
-    output = pair.ask()
-    rows = pair.engine.rows(output)
-    assert {hook for _, hook in rows} >= {*DIVIDED, "attn_in", "attn_out", "mlp_in"}
-    assert not LACKS["llama"] & {hook for _, hook in rows}
-    pair.reference.run([*PROMPT, *output.outputs[0].token_ids][:-1])
-    for tap, own in rows.items():
-        expected = pair.reference.rows.get(tap)
-        if expected is not None:
-            assert own.shape == expected.shape, tap
-            assert relative_error(own.float(), expected) < 1e-4, tap
-
-
-def test_heads_of_the_other_rank_are_read(pair: Pair) -> None:
-    size = 2 * SIZE
-    probe = torch.randn(1, size)
-    spec = {"kind": "probe", "layer": 1, "hook": "z", "heads": [3, 0]}
-    found, rows = read(pair, heads={**spec, "vectors": probe.numpy()})
-    part = rows[1, "z"].view(-1, HEADS, SIZE)[:, [3, 0]].flatten(1)
-    expected = part.double() @ probe.double().T
-    values = torch.tensor(found["heads"].arrays["values"])
-    assert relative_error(values, expected) < 1e-5
 
 
 @pytest.mark.parametrize("hook", DIVIDED)
@@ -111,36 +87,6 @@ def test_rows_of_another_run_replace_those_of_some_heads(pair: Pair) -> None:
         "heads": [1, 2, 3],
     }
     pair.check_changed((0, "z"), entry, change)
-
-
-def test_a_condition_of_a_whole_row_gates_a_divided_one(pair: Pair) -> None:
-    pair.reference.run(PROMPT)
-    probe = torch.randn(pair.reference.rows[0, "attn_in"].shape[1])
-    bound = float((pair.reference.rows[0, "attn_in"].float() @ probe).median() + 1e-3)
-    vector = torch.randn(pair.reference.rows[0, "q"].shape[1]) * 5
-    when = {"probe": probe.numpy(), "layer": 0, "hook": "attn_in", "above": bound}
-
-    def change(rows: torch.Tensor) -> torch.Tensor:
-        fires = pair.reference.rows[0, "attn_in"].float() @ probe > bound
-        return torch.where(fires[:, None], rows + vector, rows)
-
-    pair.check_changed((0, "q"), {"vector": vector.numpy(), "when": when}, change)
-
-
-def test_a_condition_of_a_divided_row_gates_the_stream(pair: Pair) -> None:
-    pair.reference.run(PROMPT)
-    probe = torch.randn(HEADS * SIZE)
-    bound = float((pair.reference.rows[0, "z"].float() @ probe).median() + 1e-3)
-    vector = torch.randn(pair.reference.rows[0, "attn_out"].shape[1]) * 5
-    when = {"probe": probe.numpy(), "layer": 0, "hook": "z", "above": bound}
-
-    def change(rows: torch.Tensor) -> torch.Tensor:
-        fires = pair.reference.rows[0, "z"].float() @ probe > bound
-        assert fires.any() and not fires.all()
-        return torch.where(fires[:, None], rows + vector, rows)
-
-    entry = {"vector": vector.numpy(), "when": when}
-    pair.check_changed((0, "attn_out"), entry, change)
 
 
 @pytest.mark.parametrize("hook", DIVIDED)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from examples.demo import serving
+from tests.multiprocess.apart import ON_CPU
 from tests.multiprocess.hosts import Hosts, hosts, started
 from tests.multiprocess.launch import VERSION
 from tests.support.hf_reference import Reference, relative_error
@@ -48,11 +49,12 @@ class Nodes(NamedTuple):
     logs: list[Path]
     names: list[str]
 
-    def ask(self, **fields: Any) -> httpx.Response:
-        """A completion."""
-        body = {"model": "m", "prompt": "The dog went", "max_tokens": NEW_TOKENS}
-        body |= {"temperature": 0, "ignore_eos": True, "logprobs": 1}
-        return self.client.post("/v1/completions", json=body | fields)
+
+def ask(client: httpx.Client, **fields: Any) -> httpx.Response:
+    """A completion."""
+    body = {"model": "m", "prompt": "The dog went", "max_tokens": NEW_TOKENS}
+    body |= {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+    return client.post("/v1/completions", json=body | fields)
 
 
 @contextmanager
@@ -73,9 +75,7 @@ def started_on(
     """
     environment = {
         **serving.ENVIRONMENT,
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
+        **ON_CPU,
         "VLLM_USE_V2_MODEL_RUNNER": "1" if split == "pipeline" else "0",
     }
     program = ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
@@ -147,6 +147,25 @@ def payload(response: httpx.Response) -> dict[tuple[int, str], torch.Tensor]:
     return found
 
 
+def checked_rows(
+    client: httpx.Client, root: Path, model: Path, **fields: Any
+) -> tuple[dict[tuple[int, str], torch.Tensor], Body]:
+    """All rows of a request, as the library and files have them, and its answer."""
+    capture = {"inline": EVERYWHERE, "filesystem": EVERYWHERE | {"request_id": "a"}}
+    response = ask(client, capture=capture, capture_wait=True, **fields)
+    rows, answer = payload(response), response.json()
+    results = answer["capture_results"]
+    assert results["filesystem"]["status"] == "ok", results
+    stored = read_request(root, "default", "a")
+    expected = Reference(model).stream(results["inline"]["payload"][0]["token_ids"])
+    every = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
+    assert rows.keys() == stored.keys() == every
+    for tap, found in rows.items():
+        assert relative_error(found, expected[tap]) < 1e-4, tap
+        assert torch.equal(found, stored[tap]), tap
+    return rows, answer
+
+
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_two_nodes_serve_as_one_and_a_killed_one_is_named(
     places: Hosts, model: Path, tmp_path: Path, split: str
@@ -154,26 +173,7 @@ def test_two_nodes_serve_as_one_and_a_killed_one_is_named(
     root = tmp_path / "files"
     with started_on(places, tmp_path, model, split, str(root)) as nodes:
         wait_until_ready(nodes)
-        capture = {"inline": EVERYWHERE, "filesystem": EVERYWHERE | {"request_id": "a"}}
-        response = nodes.ask(capture=capture, capture_wait=True)
-        rows = payload(response)
-        written = response.json()["capture_results"]["filesystem"]
-        assert written["status"] == "ok", written
-        stored = read_request(root, "default", "a")
-        (entry,) = [
-            one
-            for one in response.json()["capture_results"]["inline"]["payload"]
-            if (one["layer"], one["hook"]) == (0, "pre_attn")
-        ]
-        expected = Reference(model).stream(entry["token_ids"])
-        assert (
-            rows.keys()
-            == stored.keys()
-            == {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
-        )
-        for tap, found in rows.items():
-            assert relative_error(found, expected[tap]) < 1e-4, tap
-            assert torch.equal(found, stored[tap]), tap
+        rows, _ = checked_rows(nodes.client, root, model)
         vector = np.random.default_rng(0).normal(size=WIDTH).tolist()
         # On either node with pipeline stages. Rows are read before they are changed.
         seen_at = {
@@ -182,10 +182,9 @@ def test_two_nodes_serve_as_one_and_a_killed_one_is_named(
         }
         for (layer, hook), seen in seen_at.items():
             at = {hook: {str(layer): vector}}
-            changed = payload(
-                nodes.ask(steering_vectors=at, capture={"inline": EVERYWHERE})
-            )
-            prompt = len(entry["token_ids"]) - NEW_TOKENS + 1
+            fields: Body = {"steering_vectors": at, "capture": {"inline": EVERYWHERE}}
+            changed = payload(ask(nodes.client, **fields))
+            prompt = len(rows[layer, hook]) - NEW_TOKENS + 1
             moved = (changed[seen] - rows[seen])[:prompt]
             added = torch.tensor(vector).expand_as(moved)
             assert torch.equal(

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.interop.ray.slots import SLOT
-from tests.interop.ray.waiting import until
+from tests.support.waiting import until
+
+PATIENCE_SECONDS = 600
 
 
 @contextmanager
@@ -41,7 +43,8 @@ def node(options: list[str], log: Path, path: list[str]) -> Iterator[int]:
         until(
             lambda: (
                 b"Ray runtime started" in log.read_bytes() or process.poll() is not None
-            )
+            ),
+            PATIENCE_SECONDS,
         )
         assert process.poll() is None, log.read_text()
         yield process.pid

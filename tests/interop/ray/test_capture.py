@@ -24,8 +24,9 @@ from tests.capture_dataset._collecting import (
     planned,
     write_source,
 )
-from tests.interop.ray.conftest import node
-from tests.interop.ray.waiting import PATIENCE_SECONDS, until
+from tests.interop.ray.conftest import PATIENCE_SECONDS, node
+from tests.multiprocess.apart import ON_CPU
+from tests.support.waiting import until
 from vllm.capture_dataset import load_dataset, ray_cluster
 from vllm.capture_dataset.collect import collect
 from vllm.capture_dataset.manifest import NAME, Manifest
@@ -118,7 +119,7 @@ def test_several_engines_write_each_shard_once_whatever_is_killed(
         child = context.Process(target=resume, args=(cluster, source, out))
         done = shards_of(out)
         child.start()
-        until(lambda: shards_of(out) > done or not child.is_alive())
+        until(lambda: shards_of(out) > done or not child.is_alive(), PATIENCE_SECONDS)
         assert child.is_alive()
         return child
 
@@ -129,7 +130,7 @@ def test_several_engines_write_each_shard_once_whatever_is_killed(
     assert 0 < shards_of(out) < len(expected.shards)
 
     command = began()
-    until(lambda: len(engines(process)) == 2)
+    until(lambda: len(engines(process)) == 2, PATIENCE_SECONDS)
     engines(process)[0].kill()
     command.join(PATIENCE_SECONDS)
     assert command.exitcode == 0
@@ -165,13 +166,11 @@ def test_the_command_writes_the_data_set_of_one_engine(
     command += [str(source), "--model", str(MODEL), "--layers", "1,4"]
     command += ["--shard-size", "100K", "--enforce-eager", "--dtype", "float32"]
     command += ["--gpu-memory-utilization", "0.1", "--readout", "norm"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     for name, options in {"one": [], "ray": ["--ray", cluster]}.items():
         done = subprocess.run(
             [*command, "--out", str(tmp_path / name), *options],
             cwd=ROOT,
-            env=environment,
+            env=os.environ | ON_CPU,
             capture_output=True,
             text=True,
         )

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -14,18 +13,20 @@ import pytest
 import torch
 
 from examples.demo import serving
-from tests.interop.ray.waiting import until
+from tests.interop.ray.conftest import PATIENCE_SECONDS
+from tests.multiprocess.apart import ON_CPU
 from tests.multiprocess.test_nodes import (
     EVERYWHERE,
-    HOOKS,
     LAYERS,
     NEW_TOKENS,
     WIDTH,
+    ask,
+    checked_rows,
     payload,
 )
-from tests.support.hf_reference import Reference, relative_error
+from tests.support.hf_reference import relative_error
 from tests.support.models import llama
-from vllm.v1.capture.consumers.filesystem import read_request
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.interop, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -58,9 +59,7 @@ def served(
     environment = {
         **serving.ENVIRONMENT,
         "RAY_ADDRESS": head[0],
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
+        **ON_CPU,
         "VLLM_USE_V2_MODEL_RUNNER": "1" if request.param == "pipeline" else "0",
     }
     log = folder / "log"
@@ -71,29 +70,12 @@ def served(
         yield client, root
 
 
-def ask(client: httpx.Client, **fields: Any) -> httpx.Response:
-    body = {"model": "m", "prompt": "The dog went", "max_tokens": NEW_TOKENS}
-    body |= {"temperature": 0, "ignore_eos": True, "logprobs": 1}
-    return client.post("/v1/completions", json=body | fields)
-
-
 def test_rows_readouts_and_steering_are_those_of_the_model(
     served: tuple[httpx.Client, Path], model: Path
 ) -> None:
     client, root = served
-    capture = {"inline": EVERYWHERE, "filesystem": EVERYWHERE | {"request_id": "a"}}
     spec = {"kind": "norm", "hooks": {"post_block": "all"}, "positions": "all"}
-    response = ask(client, capture=capture, capture_wait=True, readouts={"n": spec})
-    rows, answer = payload(response), response.json()
-    assert answer["capture_results"]["filesystem"]["status"] == "ok"
-    stored = read_request(root, "default", "a")
-    every = {(layer, hook) for layer in range(LAYERS) for hook in HOOKS}
-    assert rows.keys() == stored.keys() == every
-    tokens = answer["capture_results"]["inline"]["payload"][0]["token_ids"]
-    expected = Reference(model).stream(tokens)
-    for tap, found in rows.items():
-        assert relative_error(found, expected[tap]) < 1e-4, tap
-        assert torch.equal(found, stored[tap]), tap
+    rows, answer = checked_rows(client, root, model, readouts={"n": spec})
     blocks = [rows[layer, "post_block"] for layer in range(LAYERS)]
     norms = torch.stack(blocks, dim=1).norm(dim=-1)
     read = torch.tensor(answer["readouts"]["n"]["norm"])
@@ -101,7 +83,7 @@ def test_rows_readouts_and_steering_are_those_of_the_model(
     vector = np.random.default_rng(0).normal(size=WIDTH).tolist()
     steered = {"steering_vectors": {"post_block": {"0": vector}}}
     changed = payload(ask(client, capture={"inline": EVERYWHERE}, **steered))
-    prompt = len(tokens) - NEW_TOKENS + 1
+    prompt = len(blocks[0]) - NEW_TOKENS + 1
     moved = (changed[1, "pre_attn"] - rows[1, "pre_attn"])[:prompt]
     assert relative_error(moved, torch.tensor(vector).expand_as(moved)) < 1e-4
 
@@ -125,8 +107,7 @@ def test_a_killed_actor_ends_requests_with_an_error(
         except httpx.TransportError as error:
             rest = [repr(error)]
     assert any("rror" in line for line in rest), rest[-3:]
-    until(lambda: not workers(head[1]))
-    assert not workers(head[1])
+    until(lambda: not workers(head[1]), PATIENCE_SECONDS)
 
 
 def workers(head: int) -> list[psutil.Process]:

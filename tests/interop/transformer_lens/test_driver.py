@@ -106,31 +106,6 @@ def test_interventions_do_what_a_hook_does(bridge, reference, tokens, spec) -> N
     torch.testing.assert_close(logits, expected, rtol=0, atol=5e-4)
 
 
-def test_tokens_are_generated(bridge, reference, tokens) -> None:
-    result = bridge._driver.forward(tokens, max_new_tokens=4, return_logits=False)
-    with torch.no_grad():
-        expected = reference.generate(tokens, max_new_tokens=4, do_sample=False)
-    assert result.new_tokens.tolist() == expected[:, 9:].tolist()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"capture": ("blocks.9.hook_out",)}, "not a hook point"),
-        ({"intervene": {"blocks.0.hook_in": {"op": "flip"}}}, "use one of"),
-        ({"intervene": {"blocks.0.hook_in": {"op": "add", "at": 1}}}, "no key 'at'"),
-        (
-            {"intervene": {"blocks.0.hook_in": {"op": "set", "value": [1.0, 2.0]}}},
-            "has 2 elements",
-        ),
-        ({"use_cache": True}, "unknown to this driver"),
-    ],
-)
-def test_what_cannot_be_carried_is_refused(bridge, tokens, arguments, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        bridge._driver.forward(tokens, **arguments)
-
-
 def test_a_server_without_what_is_needed_is_refused(model) -> None:
     flags = ["--capture-consumers", "inline", "--dtype", "float32", "--enforce-eager"]
     server = Server(model, *flags, "--max-model-len", "64", VLLM_CPU_KVCACHE_SPACE="1")
@@ -139,25 +114,6 @@ def test_a_server_without_what_is_needed_is_refused(model) -> None:
             transformer_lens.boot_server(server.url)
     finally:
         server.close()
-
-
-def test_the_cache_has_rows_after_their_own_intervention(
-    bridge, reference, tokens
-) -> None:
-    """As that of TransformerLens' own drivers."""
-    spec = {"op": "scale", "factor": 2.0, "pos": [1, 3]}
-    kept: list[torch.Tensor] = []
-
-    def hook(module, inputs, output):
-        states = output.clone()
-        states[:, [1, 3]] *= 2.0
-        kept.append(states)
-        return states
-
-    _, cache = bridge.run_with_cache(tokens, intervene={"blocks.1.hook_out": spec})
-    with reference.model.layers[1].register_forward_hook(hook), torch.no_grad():
-        reference(tokens)
-    torch.testing.assert_close(cache["blocks.1.hook_out"], kept[0], rtol=0, atol=1e-4)
 
 
 def test_texts_and_tokens_are_generated_as_the_library_does(bridge, reference) -> None:
