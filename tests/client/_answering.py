@@ -27,9 +27,10 @@ def served(answer: Callable[[httpx.Request], httpx.Response]) -> Iterator[str]:
             )
             response = answer(request)
             data = response.read()
+            response.headers["content-length"] = str(len(data))
             self.send_response(response.status_code)
-            self.send_header("Content-Type", response.headers.get("content-type", ""))
-            self.send_header("Content-Length", str(len(data)))
+            for name, value in response.headers.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
 

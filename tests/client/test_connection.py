@@ -141,23 +141,18 @@ class Raw:
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
-def dripping(begin: bytes, drop: bytes) -> Any:
+def repeating(begin: bytes, piece: bytes, pause: float = 0.0) -> Any:
     def send() -> Iterator[bytes]:
         yield begin
         while True:
-            time.sleep(0.05)
-            yield drop
-
-    return send
-
-
-def endless(begin: bytes, piece: bytes) -> Any:
-    def send() -> Iterator[bytes]:
-        yield begin
-        while True:
+            time.sleep(pause)
             yield piece
 
     return send
+
+
+def dripping(begin: bytes, drop: bytes) -> Any:
+    return repeating(begin, drop, 0.05)
 
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -215,9 +210,9 @@ def test_a_stream_that_is_cut_is_no_whole_one() -> None:
 @pytest.mark.parametrize(
     "send",
     [
-        endless(HEAD + b"\r\n", b" " * 65536),
-        endless(CHUNKED, CHUNK),
-        endless(HEAD + b"Content-Length: 99999999999\r\n\r\n", b" " * 65536),
+        repeating(HEAD + b"\r\n", b" " * 65536),
+        repeating(CHUNKED, CHUNK),
+        repeating(HEAD + b"Content-Length: 99999999999\r\n\r\n", b" " * 65536),
     ],
     ids=["until the end", "chunks", "said"],
 )

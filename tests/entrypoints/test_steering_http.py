@@ -200,7 +200,7 @@ def test_global_vectors_are_set_merged_read_and_cleared(client: httpx.Client) ->
     assert sorted(merged["vectors"]) == ["post_block", "pre_attn"]
     state = client.get("/v1/steering").json()
     assert state["vectors"] == merged["vectors"]
-    assert state["max_configs"] == 4 and state["configs_in_use"] == 0
+    assert state["max_configs"] == 16 and state["configs_in_use"] == 0
     replaced = change(client, "set", decode_vectors=spec(), replace=True)
     assert replaced["vectors"] == {} and "post_block" in replaced["decode_vectors"]
     zeros = spec([0] * HIDDEN)

@@ -20,99 +20,33 @@ BASE = {"model": "tiny", "prompt": [20, 30, 40], "max_tokens": 2}
 ONE = [0.01] * WIDTH
 
 
-def captured(**spec: Any) -> bytes:
-    spec = {"hooks": {"post_block": [0]}, **spec}
-    return json.dumps(BASE | {"capture": {"inline": spec}}).encode()
+Body = dict[str, Any]
 
 
-def steered(spec: Any, field: str = "steering_vectors") -> bytes:
-    return json.dumps(BASE | {field: spec}).encode()
+def captured(**spec: Any) -> Body:
+    return {"capture": {"inline": {"hooks": {"post_block": [0]}} | spec}}
 
 
-def packed(**changes: Any) -> bytes:
+def steered(entries: Any) -> Body:
+    return {"steering_vectors": {"post_block": {"0": entries}}}
+
+
+def packed(**changes: Any) -> Body:
     form = {"dtype": "float32", "shape": [1, WIDTH], "layer_indices": [0], "data": ""}
-    return steered({"post_block": form | changes})
+    return {"steering_vectors": {"post_block": form | changes}}
 
 
-REFUSED: dict[str, Callable[[], bytes]] = {
-    "thirty million positions": lambda: captured(positions="MANY").replace(
-        b'"MANY"', b"[" + b"1," * (33 << 20) + b"1]"
-    ),
-    "a million positions": lambda: captured(positions=[*range(1_000_000)]),
-    "sixty thousand ranges": lambda: captured(
-        hooks={"post_block": {"ranges": [[0, 0]] * 60_000}}
-    ),
-    "sixty thousand hook points": lambda: captured(
-        hooks={f"hook{n}": 0 for n in range(60_000)}
-    ),
-    "a million layers": lambda: captured(hooks={"post_block": [0] * 1_000_000}),
-    "sixty thousand layers": lambda: captured(hooks={"post_block": [7] * 60_000}),
-    "a long consumer": lambda: json.dumps(
-        BASE | {"capture": {"x" * 20_000_000: {}}}
-    ).encode(),
-    "a long hook point": lambda: captured(hooks={"x" * 4000: [0]}),
-    "a long text for positions": lambda: captured(positions="x" * 60_000_000),
-    "deep capture": lambda: captured(positions="DEEP").replace(
-        b'"DEEP"', b"[" * 900 + b"]" * 900
-    ),
-    "a boolean shape": lambda: packed(shape=[True, 192]),
-    "a shape of many": lambda: packed(shape=[2**31 - 1, 2**31 - 1]),
-    "too much data": lambda: packed(data="A" * 60_000_000),
-    "a million packed layers": lambda: packed(layer_indices=[0] * 1_000_000),
-    "a long operation": lambda: steered(
-        {"post_block": {"0": {"vector": ONE, "op": "x" * 20_000_000}}}
-    ),
-    "ten thousand entries": lambda: steered(
-        {"post_block": {"0": [{"vector": [1]}] * 10_000}}
-    ),
-    "scattered positions": lambda: steered(
-        {
-            "post_block": {
-                "0": [{"vector": ONE, "positions": [*range(0, 120_000, 2)]}] * 2
-            }
-        }
-    ),
-    "a bound that no float32 holds": lambda: steered(
-        {"post_block": {"0": {"vector": ONE, "op": "clamp", "max": 1e39}}}
-    ),
-    "a long unknown name": lambda: json.dumps(
-        BASE | {"steering_name": "n" * 20_000_000}
-    ).encode(),
-}
+def within(body: Body, place: str, raw: bytes) -> bytes:
+    """A body of a completion, with raw bytes in place of a text."""
+    return json.dumps(BASE | body).encode().replace(b'"%b"' % place.encode(), raw)
 
 
-CHATS, INVOKED = "/v1/chat/completions", "/invocations"
-CHAT = {"model": "tiny", "max_tokens": 2}
-TEXT = {"role": "user", "content": "a story"}
-
-
-def chat(**changes: Any) -> bytes:
-    return json.dumps(CHAT | {"messages": [TEXT]} | changes).encode()
-
-
-INTERP = "/v1/interp-engine"
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
-def xargs(**args: Any) -> bytes:
-    return json.dumps(BASE | {"vllm_xargs": args}).encode()
-
-
-def read(**readout: Any) -> bytes:
-    readout = {"hooks": {"post_block": [0]}} | readout
-    return json.dumps(BASE | {"readouts": {"own": readout}}).encode()
-
-
-def interp(**body: Any) -> bytes:
-    return json.dumps({"prompt_token_ids": [20, 30, 40]} | body).encode()
-
-
-def zeros(*shape: int) -> dict[str, Any]:
+def zeros(*shape: int) -> Body:
     data = base64.b64encode(bytes(4 * prod(shape))).decode()
     return {"dtype": "float32", "shape": list(shape), "data": data}
 
 
-def unpacking(size: int) -> dict[str, Any]:
+def unpacking(size: int) -> Body:
     """A steering vector of vllm-lens that is small until it is unpacked."""
     data = pyarrow.compress(bytes(size), "zstd", asbytes=True)
     activations = {
@@ -124,145 +58,155 @@ def unpacking(size: int) -> dict[str, Any]:
     return {"activations": activations, "layer_indices": [0]}
 
 
-REFUSED_ELSEWHERE: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "numbers as messages": (CHATS, lambda: chat(messages=[1] * 130_000)),
-    "numbers as tools": (CHATS, lambda: chat(tools=[1] * 130_000)),
-    "a long prompt for all routes": (
-        INVOKED,
-        lambda: json.dumps(BASE | {"prompt": "a story " * 3_000_000}).encode(),
-    ),
-    "numbers as messages for all routes": (
-        INVOKED,
-        lambda: chat(messages=[1] * 130_000),
-    ),
-    "a list for all routes": (INVOKED, lambda: b"[1, 2]"),
-    "a deep list in a text": (
-        "/v1/completions",
-        lambda: xargs(output_residual_stream="[" * 50_000),
-    ),
-    "deep vectors in a text": (
-        "/v1/completions",
-        lambda: xargs(apply_steering_vectors='{"a":' * 20_000),
-    ),
-    "deep hooks in a text": (
-        "/v1/completions",
-        lambda: xargs(apply_hooks="[" * 900 + "]" * 900),
-    ),
-    "many values in a text": (
-        "/v1/completions",
-        lambda: xargs(output_residual_stream=json.dumps([0] * 10_000_000)),
-    ),
-    "a vector that unpacks to a gigabyte": (
-        "/v1/completions",
-        lambda: xargs(apply_steering_vectors=json.dumps([unpacking(1 << 30)])),
-    ),
-    "vectors that unpack to a gigabyte": (
-        "/v1/completions",
-        lambda: xargs(apply_steering_vectors=json.dumps([unpacking(1 << 24)] * 64)),
-    ),
-    "a prompt of a book": (
-        f"{INTERP}/tokenize",
-        lambda: json.dumps({"text": "a story " * 2_000_000}).encode(),
-    ),
-    "a template of one's own": (
-        f"{INTERP}/tokenize",
-        lambda: json.dumps(
-            {"messages": [TEXT], "template_kwargs": {"chat_template": LOOPS}}
-        ).encode(),
-    ),
-    "rows again and again": (
-        f"{INTERP}/capture",
-        lambda: interp(points=["resid_post.1"], rows=[0] * 500_000),
-    ),
-    "points again and again": (
-        f"{INTERP}/capture",
-        lambda: interp(points=["resid_post.1"] * 60_000),
-    ),
-    "unknown points": (
-        f"{INTERP}/serves",
-        lambda: json.dumps({"points": [f"z.{n}" for n in range(60_000)]}).encode(),
-    ),
-    "layers again and again": (
-        f"{INTERP}/lens",
-        lambda: interp(lenses=[{"layers": [0] * 60_000}]),
-    ),
-    "lenses of everything": (
-        f"{INTERP}/lens",
-        lambda: interp(
-            prompt_token_ids=[5] * 250, lenses=[{"layers": [0, 1, 2]}] * 8, top_n=100
+def xargs(**args: Any) -> Body:
+    return {"vllm_xargs": args}
+
+
+def directed(**direction: Any) -> Body:
+    return {"directions": [{"point": "resid_post.1"} | direction]}
+
+
+TEXT = {"role": "user", "content": "a story"}
+INTERP = "/v1/interp-engine"
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+NORMS = {"kind": "norm", "hooks": {"pre_attn": "all", "post_block": "all"}}
+NORMS |= {"positions": "all"}
+LONG = {"prompt_token_ids": [5] * 250}
+ATTACKS: dict[str, dict[str, Callable[[], Body | bytes]]] = {
+    "/v1/completions": {
+        "thirty million positions": lambda: within(
+            captured(positions="MANY"), "MANY", b"[" + b"1," * (33 << 20) + b"1]"
         ),
-    ),
-    "many numbers of rows": (
-        f"{INTERP}/decode_residuals",
-        lambda: json.dumps({"residuals": zeros(2000, WIDTH), "top_k": 1280}).encode(),
-    ),
-    "readouts of everything": (
-        "/v1/completions",
-        lambda: json.dumps(
-            BASE
-            | {
-                "prompt": [5] * 200,
-                "n": 32,
-                "readouts": {
-                    f"r{n}": {
-                        "kind": "norm",
-                        "hooks": {"pre_attn": "all", "post_block": "all"},
-                        "positions": "all",
-                    }
-                    for n in range(64)
-                },
-            }
-        ).encode(),
-    ),
-    "tokens again and again": (
-        f"{INTERP}/unembed_rows",
-        lambda: json.dumps({"token_ids": [5] * 1_000_000}).encode(),
-    ),
-    "many rows for the head": (
-        f"{INTERP}/decode_residuals",
-        lambda: json.dumps({"residuals": zeros(100_000, WIDTH)}).encode(),
-    ),
-    "many directions": (
-        f"{INTERP}/project",
-        lambda: interp(
-            prompt_token_ids=[5] * 250,
-            directions=[{"point": "resid_post.1", "vectors": zeros(100_000, WIDTH)}],
+        "a million positions": lambda: captured(positions=[*range(1_000_000)]),
+        "sixty thousand ranges": lambda: captured(
+            hooks={"post_block": {"ranges": [[0, 0]] * 60_000}}
         ),
-    ),
-    "a bias without a dimension": (
-        f"{INTERP}/project",
-        lambda: interp(
-            directions=[
-                {"point": "resid_post.1", "vectors": [ONE], "bias": zeros()},
-            ]
+        "sixty thousand hook points": lambda: captured(
+            hooks={f"hook{n}": 0 for n in range(60_000)}
         ),
-    ),
-    "an empty tensor of great length": (
-        f"{INTERP}/decode_residuals",
-        lambda: json.dumps(
-            {"residuals": {"dtype": "float32", "shape": [2**40, 0], "data": ""}}
-        ).encode(),
-    ),
-    "a long seed": (f"{INTERP}/generate", lambda: interp(seed=2**63)),
-    "no end": (
-        f"{INTERP}/lens",
-        lambda: interp(lenses=[{"layers": [0]}], max_tokens=2**40),
-    ),
-    "a long model": (
-        "/v1/completions",
-        lambda: json.dumps(BASE | {"model": "x" * 60_000_000}).encode(),
-    ),
+        "a million layers": lambda: captured(hooks={"post_block": [0] * 1_000_000}),
+        "sixty thousand layers": lambda: captured(hooks={"post_block": [7] * 60_000}),
+        "a long consumer": lambda: {"capture": {"x" * 20_000_000: {}}},
+        "a long hook point": lambda: captured(hooks={"x" * 4000: [0]}),
+        "a long text for positions": lambda: captured(positions="x" * 60_000_000),
+        "deep capture": lambda: within(
+            captured(positions="DEEP"), "DEEP", b"[" * 900 + b"]" * 900
+        ),
+        "a boolean shape": lambda: packed(shape=[True, 192]),
+        "a shape of many": lambda: packed(shape=[2**31 - 1, 2**31 - 1]),
+        "too much data": lambda: packed(data="A" * 60_000_000),
+        "a million packed layers": lambda: packed(layer_indices=[0] * 1_000_000),
+        "a long operation": lambda: steered({"vector": ONE, "op": "x" * 20_000_000}),
+        "ten thousand entries": lambda: steered([{"vector": [1]}] * 10_000),
+        "scattered positions": lambda: steered(
+            [{"vector": ONE, "positions": [*range(0, 120_000, 2)]}] * 2
+        ),
+        "a bound that no float32 holds": lambda: steered(
+            {"vector": ONE, "op": "clamp", "max": 1e39}
+        ),
+        "a long unknown name": lambda: {"steering_name": "n" * 20_000_000},
+        "a deep list in a text": lambda: xargs(output_residual_stream="[" * 50_000),
+        "deep vectors in a text": lambda: xargs(
+            apply_steering_vectors='{"a":' * 20_000
+        ),
+        "deep hooks in a text": lambda: xargs(apply_hooks="[" * 900 + "]" * 900),
+        "many values in a text": lambda: xargs(
+            output_residual_stream=json.dumps([0] * 10_000_000)
+        ),
+        "a vector that unpacks to a gigabyte": lambda: xargs(
+            apply_steering_vectors=json.dumps([unpacking(1 << 30)])
+        ),
+        "vectors that unpack to a gigabyte": lambda: xargs(
+            apply_steering_vectors=json.dumps([unpacking(1 << 24)] * 64)
+        ),
+        "readouts of everything": lambda: {
+            "prompt": [5] * 200,
+            "n": 32,
+            "readouts": {f"r{n}": NORMS for n in range(64)},
+        },
+        "a long model": lambda: {"model": "x" * 60_000_000},
+    },
+    "/v1/chat/completions": {
+        "numbers as messages": lambda: {"messages": [1] * 130_000},
+        "numbers as tools": lambda: {"messages": [TEXT], "tools": [1] * 130_000},
+    },
+    "/invocations": {
+        "a long prompt for all routes": lambda: {"prompt": "a story " * 3_000_000},
+        "numbers as messages for all routes": lambda: {"messages": [1] * 130_000},
+        "a list for all routes": lambda: b"[1, 2]",
+    },
+    f"{INTERP}/tokenize": {
+        "a prompt of a book": lambda: {"text": "a story " * 2_000_000},
+        "a template of one's own": lambda: {
+            "messages": [TEXT],
+            "template_kwargs": {"chat_template": LOOPS},
+        },
+    },
+    f"{INTERP}/capture": {
+        "rows again and again": lambda: {
+            "points": ["resid_post.1"],
+            "rows": [0] * 500_000,
+        },
+        "points again and again": lambda: {"points": ["resid_post.1"] * 60_000},
+    },
+    f"{INTERP}/serves": {
+        "unknown points": lambda: {"points": [f"z.{n}" for n in range(60_000)]},
+    },
+    f"{INTERP}/lens": {
+        "layers again and again": lambda: {"lenses": [{"layers": [0] * 60_000}]},
+        "lenses of everything": lambda: {
+            "lenses": [{"layers": [0, 1, 2]}] * 8,
+            "top_n": 100,
+            **LONG,
+        },
+        "no end": lambda: {"lenses": [{"layers": [0]}], "max_tokens": 2**40},
+    },
+    f"{INTERP}/unembed_rows": {
+        "tokens again and again": lambda: {"token_ids": [5] * 1_000_000},
+    },
+    f"{INTERP}/decode_residuals": {
+        "many numbers of rows": lambda: {
+            "residuals": zeros(2000, WIDTH),
+            "top_k": 1280,
+        },
+        "many rows for the head": lambda: {"residuals": zeros(100_000, WIDTH)},
+        "an empty tensor of great length": lambda: {
+            "residuals": {"dtype": "float32", "shape": [2**40, 0], "data": ""}
+        },
+    },
+    f"{INTERP}/project": {
+        "many directions": lambda: directed(vectors=zeros(100_000, WIDTH)) | LONG,
+        "a bias without a dimension": lambda: directed(vectors=[ONE], bias=zeros()),
+    },
+    f"{INTERP}/generate": {"a long seed": lambda: {"seed": 2**63}},
+}
+"""By route: what is wrong with a body, and the body or its fields beside those that the
+route needs."""
+NEEDED = {
+    "/v1/completions": BASE,
+    "/v1/chat/completions": {"model": "tiny", "max_tokens": 2},
+    "/invocations": {"model": "tiny", "max_tokens": 2},
+    **{
+        f"{INTERP}/{name}": {"prompt_token_ids": [20, 30, 40]}
+        for name in ("capture", "lens", "project", "generate")
+    },
 }
 REFUSALS = (400, 404, 413, 422)
-EVERYWHERE = {
-    what: ("/v1/completions", make) for what, make in REFUSED.items()
-} | REFUSED_ELSEWHERE
+EVERYWHERE = {what: path for path, makers in ATTACKS.items() for what in makers}
+
+
+def made(what: str) -> tuple[str, bytes]:
+    """The route and the body of an attack."""
+    path = EVERYWHERE[what]
+    body = ATTACKS[path][what]()
+    if isinstance(body, dict):
+        body = json.dumps(NEEDED.get(path, {}) | body).encode()
+    return path, body
 
 
 @pytest.mark.parametrize("what", EVERYWHERE)
 def test_it_is_refused_in_few_words(client: Client, what: str) -> None:
-    path, make = EVERYWHERE[what]
-    reply = client.send("POST", path, make())
+    reply = client.send("POST", *made(what))
     assert reply.status in REFUSALS, reply
     assert (
         reply.body["detail"]
@@ -275,8 +219,8 @@ def test_it_is_refused_in_few_words(client: Client, what: str) -> None:
 @pytest.mark.hostile
 def test_nobody_waits_for_what_is_refused(attacked: Server, client: Client) -> None:
     worst = {}
-    for what, (path, make) in EVERYWHERE.items():
-        raw = make()
+    for what in EVERYWHERE:
+        path, raw = made(what)
         with watching(attacked) as watch:
             assert client.send("POST", path, raw).status in REFUSALS
         worst[what] = max(watch.owned, default=0.0)

@@ -169,18 +169,3 @@ def test_two_thousand_get_what_each_gets_alone_and_memory_is_flat(
     print(f"objects by round {[one.blocks for one in memory]}")
     assert grown.bytes < GROWTH
     assert grown.blocks < BLOCKS
-
-
-@pytest.mark.hostile
-def test_a_leak_of_a_few_kibibytes_per_request_is_found(
-    attacked: Server, customer: Customer
-) -> None:
-    asks = requests(seed=24, count=24)
-    per_round = 4 << 10 << 10  # each process leaks 4 KiB for each of 1,024 requests
-    memory = []
-    for leak in [0] * 3 + [per_round] * 3:
-        crowd(customer, asks)
-        sleep(1)
-        memory.append(used(attacked, leak))
-    grown = growth(memory)
-    assert grown.bytes > GROWTH

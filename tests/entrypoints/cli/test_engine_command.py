@@ -20,16 +20,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CAPTURE = ["capture", "in.jsonl", "--model", "m", "--out", "out"]
-PROBE = [
-    "probe",
-    "train",
-    "--model",
-    "m",
-    "--data",
-    "a.jsonl",
-    "--out",
-    "b.safetensors",
-]
+PROBE = ["probe", "train", "--model", "m", "--data", "a.jsonl"]
+PROBE += ["--out", "b.safetensors"]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str, status: int) -> str:

@@ -152,26 +152,16 @@ def test_conversion_says_what_it_wrote(
     assert "form of llama.cpp, layers as applied" in capsys.readouterr().out
 
 
+SWEEP = ["sweep", "--model", "m", "--vectors", "v.pt"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["show", "missing.gguf"], "vllm steer show: .*no file"),
         (["apply", "--vectors", "v.pt"], "--prompt TEXT"),
         (["extract", "--pairs", "p", "--out", "v.safetensors"], "cannot be read"),
-        (
-            [
-                "sweep",
-                "--model",
-                "m",
-                "--vectors",
-                "v.pt",
-                "--prompt",
-                "a",
-                "--score",
-                "x",
-            ],
-            "FILE.py:FUN",
-        ),
+        ([*SWEEP, "--prompt", "a", "--score", "x"], "FILE.py:FUN"),
     ],
 )
 def test_mistakes_are_reported_without_a_traceback(
