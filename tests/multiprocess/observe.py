@@ -185,17 +185,27 @@ def turn(ctx: Any, h: Any) -> Any:
     return h.roll(1, dims=-1) * (1 + ctx.layer_idx)
 
 
+def greedy(max_tokens: int = NEW_TOKENS, **fields: Any) -> Any:
+    """Parameters of a request that takes the likeliest tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        **fields,
+    )
+
+
 def _hooked(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     """What hook functions of a request, in layers of all stages, do and keep."""
-    from vllm import SamplingParams
     from vllm.interop.vllm_lens import Hook
 
     hooks = [Hook(turn, [0, 3]), Hook(keep, [0, 2, 3]), Hook(keep, [1], pre=True)]
     hooks.append(Hook(turn, [2], pre=True))
-    common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    common |= {"max_tokens": NEW_TOKENS, "logprobs": -1}
     asked = {"apply_hooks": hooks}
-    params = [SamplingParams(**common, extra_args=args) for args in (asked, None)]
+    params = [greedy(logprobs=-1, extra_args=args) for args in (asked, None)]
     hooked, plain = engine.run(prompts, params)
     assert plain.hook_results is None
     return {
@@ -435,18 +445,8 @@ def _requests(engine: Any, prompts: Any, fields: Any) -> list[dict[str, Any]]:
 
 def _read(engine: Any, prompt: list[int], readouts: Any, **fields: Any) -> Any:
     """The readouts and the receipt of a request, or why it is refused."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=NEW_TOKENS,
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        readouts=readouts,
-        **fields,
-    )
     try:
-        (output,) = engine.run([prompt], [params])
+        (output,) = engine.run([prompt], [greedy(readouts=readouts, **fields)])
     except ValueError as error:
         return str(error)
     arrays = {
@@ -491,16 +491,8 @@ def _ended(engine: Any, prompt: list[int]) -> list[dict[str, Any]]:
 
 
 def _scored(engine: Any, prompt: list[int], stop_when: Any) -> dict[str, Any]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        max_tokens=2 * NEW_TOKENS,
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        readouts={"probe": {"kind": "probe", "probe": "direction"}},
-        stop_when=stop_when,
-    )
+    read = {"probe": {"kind": "probe", "probe": "direction"}}
+    params = greedy(2 * NEW_TOKENS, readouts=read, stop_when=stop_when)
     (output,) = engine.run([prompt], [params])
     text, probe = output.outputs[0], output.readouts["probe"]
     return {
@@ -513,24 +505,16 @@ def _scored(engine: Any, prompt: list[int], stop_when: Any) -> dict[str, Any]:
 
 def _stored(engine: Any, prompt: list[int]) -> dict[str, Any]:
     """Store one request in every form of rows."""
-    from vllm import SamplingParams
-
     found: dict[str, Any] = {}
     for layout in LAYOUTS:
         spec = {"hooks": EVERYWHERE, "positions": "all"}
         place = {"request_id": layout, "tag": "t"}
-        params = SamplingParams(
-            max_tokens=NEW_TOKENS,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            capture={
-                "filesystem": spec | place | {"layout": layout},
-                "arrow": spec | place,
-                "inline": spec,
-            },
-        )
-        (output,) = engine.run([prompt], params)
+        asked = {
+            "filesystem": spec | place | {"layout": layout},
+            "arrow": spec | place,
+            "inline": spec,
+        }
+        (output,) = engine.run([prompt], greedy(capture=asked))
         results = output.capture_results
         found[layout] = {
             "statuses": {k: (r.status, r.error) for k, r in results.items()},

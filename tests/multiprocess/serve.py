@@ -16,17 +16,17 @@ from typing import Any
 from tests.multiprocess.apart import ON_CPU, carry_out, runner
 from tests.multiprocess.observe import (
     COMPLETE,
+    EVERYWHERE,
     READOUTS,
     feature_options,
     gated,
+    greedy,
     keep,
     operated,
     told,
     turn,
 )
 
-EVERYWHERE = {hook: "all" for hook in ("pre_attn", "post_attn", "post_block")}
-NEW_TOKENS = 6
 READ: dict[str, Any] = {
     "rows": {"kind": "rows", "hooks": {"post_block": "all"}, "positions": "all"},
     "norms": {"kind": "norm", "hooks": {"post_block": "all"}},
@@ -137,10 +137,7 @@ async def _featured(
     engine: Any, name: str, ids: list[int], fields: dict[str, Any], rank: int
 ) -> dict[str, Any]:
     """What a request's features have done."""
-    from vllm import SamplingParams
-
-    common = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
-    params = SamplingParams(detokenize=False, logprobs=-1, **common, **fields)
+    params = greedy(logprobs=-1, **fields)
     given = {"prompt_token_ids": ids}
     stream = engine.generate(given, params, name, data_parallel_rank=rank)
     output = [one async for one in stream][-1]
@@ -178,15 +175,10 @@ async def _patched(
 
 
 async def _answers(engine: Any, name: str, ids: list[int], rank: int) -> dict[str, Any]:
-    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     spec = {"hooks": EVERYWHERE, "positions": "all"}
-    params = SamplingParams(
-        max_tokens=NEW_TOKENS,
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
+    params = greedy(
         output_kind=RequestOutputKind.CUMULATIVE,
         capture={"keeper": spec, "inline": spec, "filesystem": {**spec, "tag": name}},
         capture_wait=True,

@@ -12,9 +12,8 @@ import torch
 
 from tests.multiprocess.architectures import ARCHITECTURES, LAYERS
 from tests.multiprocess.compare import same_hooks, same_readouts, same_receipt
+from tests.multiprocess.observe import EVERYWHERE, NEW_TOKENS
 from tests.multiprocess.serve import (
-    EVERYWHERE,
-    NEW_TOKENS,
     Order,
     featured_requests,
     run,

@@ -19,9 +19,7 @@ from inspect_ai.log import read_eval_log
 from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
 from inspect_ai.scorer import Score, accuracy, scorer
 from inspect_ai.solver import generate
-from transformers import AutoModelForCausalLM
 
-from tests.support.models import llama
 from tests.support.server import Server
 from vllm.interop.vllm_lens import SteeringVector
 
@@ -32,34 +30,22 @@ SAMPLES = 100
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+def server(model: Path) -> Iterator[Server]:
     options = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "128"]
     options += ["--vllm-lens-api", "--capture-consumers", "inline"]
     options += ["--enable-readouts", "--chat-template", TEMPLATE]
-    running = Server(folder, *options, "--gpu-memory-utilization", "0.2")
+    running = Server(model, *options, "--gpu-memory-utilization", "0.2")
     yield running
     running.close()
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def provided(provider: str, model: Path, server: Server):
+    return get_model(f"{provider}/{model}", base_url=f"{server.url}/v1", memoize=False)
 
 
-def model(provider: str, folder: Path, server: Server):
-    return get_model(f"{provider}/{folder}", base_url=f"{server.url}/v1", memoize=False)
-
-
-def asked(model, config: GenerateConfig):
+def asked(api, config: GenerateConfig):
     async def run():
-        return await model.generate(
-            [ChatMessageUser(content="Anna went")], config=config
-        )
+        return await api.generate([ChatMessageUser(content="Anna went")], config=config)
 
     return asyncio.run(run())
 
@@ -71,10 +57,10 @@ def states_of(reference, output, **hook):
         return reference(torch.tensor([tokens]), output_hidden_states=True)
 
 
-def test_activations_come_with_the_output(folder, server, reference) -> None:
+def test_activations_come_with_the_output(model, server, reference) -> None:
     extra = {"extra_args": {"output_residual_stream": [0, 1]}}
     config = GenerateConfig(max_tokens=4, temperature=0, extra_body=extra)
-    output = asked(model("vllm-lens", folder, server), config)
+    output = asked(provided("vllm-lens", model, server), config)
     found = output.metadata["activations"]
     expected = torch.stack(states_of(reference, output).hidden_states[1:3])[:, 0]
     torch.testing.assert_close(found["residual_stream"], expected, rtol=0, atol=1e-4)
@@ -87,7 +73,7 @@ def test_activations_come_with_the_output(folder, server, reference) -> None:
     )
 
 
-def test_steering_and_readouts_from_extra_body(folder, server, reference) -> None:
+def test_steering_and_readouts_from_extra_body(model, server, reference) -> None:
     vector = torch.randn(1, 64) * 4
     steered = SteeringVector(activations=vector, layer_indices=[0])
     extra = {
@@ -96,7 +82,7 @@ def test_steering_and_readouts_from_extra_body(folder, server, reference) -> Non
         "readouts": {"lens": {"kind": "lens", "layers": [1], "top_k": 2}},
     }
     config = GenerateConfig(max_tokens=3, temperature=0, extra_body=extra)
-    output = asked(model("clearbox", folder, server), config)
+    output = asked(provided("clearbox", model, server), config)
     entering = []
     first, second = reference.model.layers[:2]
     with (
@@ -121,7 +107,7 @@ def has_activations():
     return score
 
 
-def test_a_task_with_many_samples_logs_no_tensor(folder, server, tmp_path) -> None:
+def test_a_task_with_many_samples_logs_no_tensor(model, server, tmp_path) -> None:
     extra = {"extra_args": {"output_residual_stream": True}}
     task = Task(
         dataset=[Sample(input=f"Anna {n} went", target="x") for n in range(SAMPLES)],
@@ -131,7 +117,7 @@ def test_a_task_with_many_samples_logs_no_tensor(folder, server, tmp_path) -> No
     )
     (log,) = eval(
         task,
-        model=model("vllm-lens", folder, server),
+        model=provided("vllm-lens", model, server),
         log_dir=str(tmp_path),
         log_format="json",
         display="none",
@@ -144,7 +130,7 @@ def test_a_task_with_many_samples_logs_no_tensor(folder, server, tmp_path) -> No
     assert len(read_eval_log(log.location).samples) == SAMPLES
 
 
-def test_a_server_is_started_with_what_is_needed(monkeypatch, folder) -> None:
+def test_a_server_is_started_with_what_is_needed(monkeypatch, model) -> None:
     from inspect_ai.model._providers import vllm as inspects
 
     commands = []
@@ -156,7 +142,7 @@ def test_a_server_is_started_with_what_is_needed(monkeypatch, folder) -> None:
     monkeypatch.setattr(inspects, "start_local_server", start)
     for provider in ("vllm-lens", "clearbox"):
         # Servers are shared by model, so each test has its own folder.
-        own = shutil.copytree(folder, folder.parent / provider)
+        own = shutil.copytree(model, model.parent / provider)
         api = get_model(f"{provider}/{own}", memoize=False, max_model_len=64).api
         api._resolve_server()
     (_, lens), (_, whole) = commands

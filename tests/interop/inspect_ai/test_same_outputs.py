@@ -5,19 +5,20 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 pytest.importorskip("inspect_ai", reason="make test-interop")
 
+import httpx
 import openai
 from inspect_ai.model import ChatMessageUser, GenerateConfig, ModelOutput, get_model
 from inspect_ai.model._openai import OpenAIResponseError
 from inspect_ai.tool import ToolInfo, ToolParams
+
+from tests.client._answering import served
 
 pytestmark = pytest.mark.interop
 
@@ -83,59 +84,34 @@ BODIES = {
 }
 
 
+@dataclass
 class Scripted:
-    """A server that sends the responses it is given, and keeps the requests."""
+    """Sends the responses it is given, and keeps the requests."""
 
-    def __init__(self) -> None:
-        self.replies: list[tuple[int, dict[str, str], bytes]] = []
-        self.requests: list[tuple[Message, dict[str, Any]]] = []
-        scripted = self
+    replies: list[httpx.Response] = field(default_factory=list)
+    requests: list[tuple[httpx.Headers, dict[str, Any]]] = field(default_factory=list)
+    url: str = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                data = {"data": [{"id": "served", "max_model_len": 512}]}
-                self.answer(200, {}, json.dumps(data).encode())
-
-            def do_POST(self) -> None:
-                size = int(self.headers["content-length"])
-                sent = json.loads(self.rfile.read(size))
-                scripted.requests.append((self.headers, sent))
-                self.answer(*scripted.replies.pop(0))
-
-            def answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
-                self.send_response(status)
-                kind = {"Content-Type": "application/json"}
-                length = {"Content-Length": str(len(data))}
-                for name, value in (kind | length | headers).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            data = [{"id": "served", "max_model_len": 512}]
+            return httpx.Response(200, json={"data": data})
+        self.requests.append((request.headers, json.loads(request.content)))
+        return self.replies.pop(0)
 
     def reply(self, status: int, body: Any, **headers: str) -> None:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
+        named = {"Content-Type": "application/json"} | named
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.replies.append((status, named, data))
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self.replies.append(httpx.Response(status, headers=named, content=data))
 
 
 @pytest.fixture
 def server() -> Iterator[Scripted]:
-    running = Scripted()
-    yield running
-    running.close()
+    scripted = Scripted()
+    with served(scripted) as url:
+        scripted.url = f"{url}/v1"
+        yield scripted
 
 
 TOOL = ToolInfo(name="add", description="Add numbers.", parameters=ToolParams())

@@ -27,9 +27,7 @@ from interp_engine.steer_specs import (
     SteeringSpec,
     SwapSpec,
 )
-from transformers import AutoModelForCausalLM
 
-from tests.support.models import llama
 from vllm.entrypoints.serve.interp_engine.answers import MANIFEST
 from vllm.interop.interp_engine import types, wire
 from vllm.interop.interp_engine.model import ServedModel
@@ -41,23 +39,13 @@ PROMPT = [5, 70, 300, 41, 9, 18]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[TestClient]:
+def client(model: Path) -> Iterator[TestClient]:
     """A client of interp-engine's server with our model."""
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64}
     app = create_app(
-        ServerConfig(hf_model_id=str(folder)),
+        ServerConfig(hf_model_id=str(model)),
         loader=lambda: ServedModel.load(
-            str(folder), gpu_memory_utilization=0.2, **options
+            str(model), gpu_memory_utilization=0.2, **options
         ),
     )
     with TestClient(app) as opened:

@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates, saves and evaluates SAEs; run by an interpreter that has SAELens.
+"""Creates, saves and evaluates SAEs with SAELens."""
 
-Called with a folder. For each architecture it writes what SAELens' `save_model` writes
-to a folder of its own, and beside it `reference.pt` with rows, activations and
-reconstructions.
-"""
-
-import sys
 from pathlib import Path
 
 import torch
@@ -33,6 +27,10 @@ _CLASSES["layer_norm"] = "standard"
 
 
 def main(out: Path) -> None:
+    """Write what SAELens' `save_model` writes, a folder for each architecture.
+
+    Beside it is `reference.pt` with rows, activations and reconstructions.
+    """
     torch.manual_seed(0)
     rows = torch.randn(64, D_IN)
     for name, config in ARCHITECTURES.items():
@@ -59,7 +57,3 @@ def main(out: Path) -> None:
         sae.save_model(out / name)
         found = {"rows": rows, "activations": activations, "restored": restored}
         torch.save(found, out / name / "reference.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

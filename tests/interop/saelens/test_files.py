@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that SAELens wrote, compared with its own results."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,34 +9,17 @@ pytest.importorskip("sae_lens", reason="make test-interop")
 
 import torch
 
+from tests.interop.saelens.saelens_reference import ARCHITECTURES, main
 from vllm.steering.sae import decode, encode, load_sae
 
 pytestmark = pytest.mark.interop
-
-SCRIPT = Path(__file__).with_name("saelens_reference.py")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("saelens")
-    subprocess.run([sys.executable, str(SCRIPT), str(out)], check=True)
+    main(out)
     return out
-
-
-ARCHITECTURES = [
-    "standard",
-    "gated",
-    "jumprelu",
-    "topk",
-    "topk_rescaled",
-    "abstopk",
-    "constant_norm",
-    "layer_norm",
-    "transcoder",
-    "skip_transcoder",
-    "jumprelu_transcoder",
-    "jumprelu_skip_transcoder",
-]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -18,9 +18,7 @@ from sae_lens import (
     StandardTrainingSAEConfig,
 )
 from sae_lens.training.activations_store import ActivationsStore
-from transformers import AutoModelForCausalLM
 
-from tests.support.models import llama
 from vllm import LLM
 from vllm.interop.saelens import ServedModel
 
@@ -31,14 +29,9 @@ CONTEXT = 32
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Iterator[ServedModel]:
+def served(model: Path) -> Iterator[ServedModel]:
     options = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True}
-    llm = LLM(str(folder), capture_consumers=["inline"], **options)
+    llm = LLM(str(model), capture_consumers=["inline"], **options)
     yield ServedModel(llm)
     llm.llm_engine.engine_core.shutdown()
 
@@ -50,9 +43,9 @@ def corpus() -> Dataset:
     )
 
 
-def test_the_store_holds_the_models_activations(folder, model, corpus) -> None:
+def test_the_store_holds_the_models_activations(reference, served, corpus) -> None:
     store = ActivationsStore(
-        model=model,
+        model=served,
         dataset=corpus,
         streaming=False,
         hook_name=HOOK,
@@ -70,7 +63,6 @@ def test_the_store_holds_the_models_activations(folder, model, corpus) -> None:
     )
     tokens = store.get_batch_tokens(4)
     activations = store.get_activations(tokens)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = reference(tokens, output_hidden_states=True).hidden_states[2]
     torch.testing.assert_close(activations, expected, rtol=0, atol=1e-4)
@@ -98,19 +90,19 @@ def config_of(folder: Path, **more: Any) -> LanguageModelSAERunnerConfig[Any]:
 
 
 @pytest.mark.parametrize("ahead", [False, 2])
-def test_an_sae_trains_from_it(model, corpus, tmp_path: Path, ahead: int) -> None:
+def test_an_sae_trains_from_it(served, corpus, tmp_path: Path, ahead: int) -> None:
     """Also where SAELens asks for batches ahead, on a thread of its own."""
     config = config_of(tmp_path, prefetch_llm_batches=ahead)
     runner = LanguageModelSAETrainingRunner(
-        config, override_dataset=corpus, override_model=model
+        config, override_dataset=corpus, override_model=served
     )
     sae = runner.run()
     assert sae.W_enc.shape == (64, 128)
     assert torch.isfinite(sae.W_enc).all()
 
 
-def test_text_becomes_tokens_with_and_without_bos(model) -> None:
-    with_bos = model.to_tokens("Anna went home.")
-    without = model.to_tokens("Anna went home.", prepend_bos=False)
-    assert with_bos[0, 0] == model.tokenizer.bos_token_id
+def test_text_becomes_tokens_with_and_without_bos(served) -> None:
+    with_bos = served.to_tokens("Anna went home.")
+    without = served.to_tokens("Anna went home.", prepend_bos=False)
+    assert with_bos[0, 0] == served.tokenizer.bos_token_id
     assert with_bos[0, 1:].tolist() == without[0].tolist()
