@@ -85,6 +85,7 @@ class AsyncClient:
             exchange.abort()  # Does nothing to a stream that has ended.
             self._threads.submit(_close, chunks)
 
+    tokenize = _awaited(Client.tokenize)
     token_texts = _awaited(Client.token_texts)
     patch_sweep = _awaited(Client.patch_sweep)
     drop_run = _awaited(Client.drop_run)

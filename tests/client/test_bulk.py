@@ -131,7 +131,7 @@ def test_the_asynchronous_client_gets_the_same() -> None:
 @pytest.mark.parametrize("name", [n for n in vars(Client) if not n.startswith("_")])
 def test_the_asynchronous_client_has_every_method(name: str) -> None:
     method = getattr(AsyncClient, name, None)
-    others = {"stream", "close", "patch_events", "model", "tokenize"}
+    others = {"stream", "close", "patch_events", "model"}
     assert name in others or method.__wrapped__ is getattr(Client, name)
 
 
