@@ -25,6 +25,9 @@ INNER = ("attn_in", "q", "k", "v", "z", "attn_out", "mlp_in", "mlp_act", "mlp_ou
 
 @pytest.fixture(scope="module", params=SCHEMES)
 def scheme(request: pytest.FixtureRequest) -> Any:
+    # Without them there is no product of 4 bits, and sums of products of 8 saturate.
+    if request.param != "fp8" and not torch.cpu._is_avx512_supported():
+        pytest.skip("upstream multiplies such weights with AVX-512 only")
     return request.param
 
 
