@@ -18,7 +18,7 @@ from torch import nn
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.readouts.worker.head import Head
-from vllm.v1.readouts.worker.head_parts import Form, HeadParts, forms_of
+from vllm.v1.readouts.worker.head_parts import Form, HeadParts, forms_of, likeliest
 from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.residual.readout_plan import ADDED, ATTN_REST, Readout
@@ -62,7 +62,7 @@ class Attribution:
         """
         self._head = head
         self._heads = heads
-        self._form = Form(torch.zeros(0), False, torch.zeros(0))
+        self._form: Form
         """That of the final norm."""
         self._scale = 1.0
         self.refusal = head.refusal
@@ -89,15 +89,9 @@ class Attribution:
         """Find the linear form of the final norm."""
         rows = _trial(4, width, dtype, self._head.unembedding([0])[0].device)
         normed = self._head.normed(rows).float()
-        forms = list(forms_of(self._head.norm, width, rows.device))
-        errors = [float(one.error(rows.float(), normed)) for one in forms]
-        # NaN is not smaller.
-        error, self._form = min(
-            ((e, f) for e, f in zip(errors, forms) if e < TOLERANCE),
-            default=(TOLERANCE, self._form),
-            key=lambda pair: pair[0],
-        )
-        if error == TOLERANCE:
+        forms = forms_of(self._head.norm, width, rows.device)
+        self._form, error = likeliest(forms, rows.float(), normed)
+        if error >= TOLERANCE:
             raise ValueError(
                 f"the final norm {type(self._head.norm).__name__} is not linear at a "
                 "fixed scale"

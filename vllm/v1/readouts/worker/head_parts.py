@@ -7,7 +7,7 @@ Without this a user captures `z`, 8 KiB a layer and token of an 8B model, and ne
 weights of every projection and norm beside the engine.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,16 +159,24 @@ def _form(
 
     Where two fit equally well, as of norms with equal weights, either is right.
     """
-    forms = list(_candidates(norms, output))
-    errors = torch.stack([one.error(output, added) for one in forms]).nan_to_num(9.0)
-    least = int(errors.argmin())
-    if errors[least] > TOLERANCE:
+    form, error = likeliest(_candidates(norms, output), output, added)
+    if error > TOLERANCE:
         raise ValueError(
             f"what attention of layer {layer} adds is not its output projection and "
             "one norm or multiplier of that: something else lies between, such as a "
             "gate, or this request changes z or attn_out there; read z"
         )
-    return forms[least]
+    return form
+
+
+def likeliest(
+    forms: Iterable[Form], rows: torch.Tensor, normed: torch.Tensor
+) -> tuple[Form, float]:
+    """The form with the smallest error, and the error; NaN counts as a large one."""
+    tried = list(forms)
+    errors = torch.stack([one.error(rows, normed) for one in tried]).nan_to_num(9.0)
+    least = int(errors.argmin())
+    return tried[least], float(errors[least])
 
 
 def _candidates(norms: list[Any], rows: torch.Tensor) -> Iterator[Form]:
