@@ -52,6 +52,11 @@ class Update:
 def update_tree(out: Path, contents: Contents) -> Update:
     """Make the folder `out` hold exactly `contents`.
 
+    The first build fills a temporary folder and renames it. Later builds stage changed
+    files and move each into place by an atomic replacement, so that a running Python
+    never sees a partial file, and bytecode of unchanged files stays valid. The manifest
+    is written last: after an interrupted update the next build repairs the tree.
+
     Raises:
         BuildFailure: `out` was not made by a build.
     """

@@ -30,6 +30,11 @@ from vllm.v1.residual.plugin_errors import described
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger(__name__)
+
+WHERE = f"capture_consumers.{NAME}"
+HOOK = "post_block"
+_WRITE_BYTES = 32 << 20
 
 _SCALES = 2 * torch.float32.itemsize
 """Bytes of the scale and the zero of a row."""
@@ -37,7 +42,16 @@ _SCALES = 2 * torch.float32.itemsize
 
 @dataclass(frozen=True, slots=True)
 class DeviceEncoder:
-    """Encodes rows on the device; a `RowEncoder`."""
+    """Encodes rows on the device, a `RowEncoder`; the host gets only its result.
+
+    `rp8`    the coordinates of a row, float32 [K], with one scale per dimension
+    others   a record of bytes: q or values [K], scale and zero (float32), and of
+             `topk8` also the indices
+
+    A scale per dimension is known only at the end of the sequence. Coordinates are
+    therefore quantized on the host, where `full8` with such scales needs the whole
+    rows.
+    """
 
     encoding: Encoding
     count: int
@@ -108,13 +122,6 @@ class DeviceEncoder:
         numbers = q, scale.view(torch.float32), zero.view(torch.float32)
         indices = kept.view(self.indices) if self.encoding.mode == "topk8" else None
         return self.encoding.named(numbers, indices)
-
-
-logger = init_logger(__name__)
-
-WHERE = f"capture_consumers.{NAME}"
-HOOK = "post_block"
-_WRITE_BYTES = 32 << 20
 
 
 class ActivationFilesConsumer(StorageSink):

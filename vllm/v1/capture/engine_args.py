@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, SchedulerConfig
     from vllm.engine.arg_utils import EngineArgs
 
+logger = init_logger(__name__)
 
 SWITCH = "VLLM_ACT_CAPTURE"
 
@@ -52,8 +53,6 @@ def consumers_of_variables(
     consumer = consumer_of(environment)
     return [] if consumer is None else [consumer]
 
-
-logger = init_logger(__name__)
 
 _OPTIONS = (
     *("host_memory_bytes", "dispatch_queue_size", "dispatch_queue_bytes"),

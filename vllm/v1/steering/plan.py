@@ -2,8 +2,8 @@
 """Resolved vectors and operations, as sent to the engine core and the workers.
 
 They are created once, at admission; user input is not interpreted after that.
-`docs/steering/semantics.md` has the formulas of the operations. This module imports
-neither torch nor the rest of steering, because `vllm.sampling_params` imports it.
+`docs/steering/semantics.md` has the formulas of the operations. This module does not
+import torch, because `vllm.sampling_params` imports it.
 """
 
 import hashlib

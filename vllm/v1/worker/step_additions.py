@@ -5,6 +5,9 @@ Errors of steering in a step end the requests concerned and not the engine. Toke
 were computed without a request's vectors must not reach its client, so the request
 ends. The scheduler does so when it gets the step's output. Errors of capture, readouts
 and hook functions are part of their results instead: the tokens are right.
+
+Nothing here is for speed. Without it an error in one request's steering would end the
+engine, and with it the requests of every client.
 """
 
 from collections.abc import Iterable, Mapping

@@ -18,6 +18,8 @@ from vllm.v1.capture.types import CaptureResult
 from vllm.v1.residual.capture_plan import CapturePlan
 from vllm.v1.residual.spans import Spans
 
+logger = init_logger(__name__)
+
 
 @dataclass
 class Sample:
@@ -333,8 +335,6 @@ class RequestTracker:
             for request_id in tracked.request_ids:
                 del self._owner[request_id]
 
-
-logger = init_logger(__name__)
 
 WAIT_SECONDS = 120.0
 """A wait ends if no result of any request has arrived for this many seconds."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.request import Request
 
+logger = init_logger(__name__)
+
 
 def features_of(tiers: SteeringTiers) -> Iterator[FeatureUse]:
     """The feature operations of a configuration."""
@@ -77,9 +79,6 @@ def missing(tiers: SteeringTiers, saes: Mapping[str, str]) -> str | None:
                 "while the request was on its way; send it again"
             )
     return None
-
-
-logger = init_logger(__name__)
 
 
 def dynamic_steering(core: "EngineCore") -> list[dict[str, Any]]:

@@ -47,6 +47,9 @@ def check_files(
 ) -> None:
     """Read every file, and refuse those that do not fit the model or the limits.
 
+    Called before the engine starts, which takes minutes. The hook points of each layer
+    are known once the model is loaded; everything else is checked here.
+
     Args:
         config: has the paths by module name, and the limits.
         model_config: the model's configuration.

@@ -109,7 +109,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             "shape", "layer_indices", "data", "scales"?}`, or `{address: entry}`. An
             entry is a vector, an object with the keys of `entry.KEYS`, or a list of
             such objects. A vector is a list, a numpy array or a tensor. Layers and
-            addresses are those of `residual/selectors.py` and `addresses.py`.
+            addresses are those of `residual/selectors.py` and `tap.py`.
         model: the model that the vectors must fit.
         where: the parameter's name in messages, such as `steering_vectors`.
 
