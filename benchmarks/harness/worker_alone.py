@@ -99,7 +99,7 @@ class WorkerAlone:
     @property
     def dispatcher_thread(self) -> int:
         """The native id of the dispatch thread."""
-        number = self._worker._dispatcher._thread.ident
+        number = self._worker._dispatcher._thread._thread.ident
         assert number is not None, "the dispatcher runs from its beginning"
         return number
 

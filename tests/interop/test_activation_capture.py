@@ -22,9 +22,9 @@ from vllm.interop.activation_capture.encoding import (
     restore,
 )
 from vllm.interop.activation_capture.variables import consumer_of
+from vllm.v1.capture import capabilities
 from vllm.v1.capture.engine_args import consumers_of_variables
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.worker import offload
 from vllm.v1.residual.spans import OPEN_END
 
 ENGINE = {
@@ -252,7 +252,7 @@ def test_only_encoded_rows_leave_the_device(
 ) -> None:
     asked = {"mode": mode, "per_dim_scale": per_dim}
     expected, whole = captured(tmp_path / "host", **asked)
-    monkeypatch.setattr(offload, "crosses_to_host", lambda device: True)
+    monkeypatch.setattr(capabilities, "crosses_to_host", lambda device: True)
     found, size = captured(tmp_path / "device", **asked)
     assert len(found) == 4 and list(found) == list(expected)
     for name, file in expected.items():

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm.v1.capture import capabilities
 from vllm.v1.capture.capabilities import (
     capabilities_of,
     consumer_capabilities,
+    row_encoder,
     sink_capabilities,
 )
 
@@ -114,3 +116,15 @@ def probes(path: Path) -> list[ast.Call]:
         and isinstance(node.func, ast.Name)
         and node.func.id in ("getattr", "hasattr")
     ]
+
+
+def test_rows_are_encoded_for_the_only_consumer_of_a_gpu() -> None:
+    one: Any = SimpleNamespace(row_encoder=lambda *what: what)
+    plain: Any = SimpleNamespace(row_encoder=None)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    facts = 8, torch.bfloat16
+    assert row_encoder([one], *facts, gpu) == (*facts, gpu)
+    assert row_encoder([one], *facts, cpu) is None
+    assert row_encoder([one, plain], *facts, gpu) is None
+    assert row_encoder([plain], *facts, gpu) is None
+    assert row_encoder([], *facts, gpu) is None

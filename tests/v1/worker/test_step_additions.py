@@ -16,9 +16,9 @@ from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.models import llama
 from tests.v1.readouts._reading import draw, write_modules
 from vllm import RequestOutput, SamplingParams
+from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
-from vllm.v1.capture.worker.offload import Offload
 from vllm.v1.capture.worker.worker import WorkerCapture
 from vllm.v1.readouts import results
 from vllm.v1.readouts.core import scheduler
@@ -99,8 +99,8 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "capture's plan": (StepLayout, "place", "captured"),
     "capture's beginning": (WorkerCapture, "_open", "read"),
     "slots": (SlotMapping, "write", "captured"),
-    "reserving": (Offload, "reserve", "captured"),
-    "sending": (Offload, "add", "captured"),
+    "reserving": (Dispatcher, "reserve", "captured"),
+    "sending": (Dispatcher, "add", "captured"),
     "copies": (Staging, "to_host", "captured"),
 }
 

@@ -149,6 +149,35 @@ def sink_capabilities(sink: Any) -> SinkCapabilities:
     )
 
 
+def row_encoder(
+    takers: Sequence[SinkCapabilities],
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RowEncoder | None:
+    """The encoder of a worker's only consumer, if it has one and there is a GPU.
+
+    On a CPU no row is copied to the host, and encoding whole sequences at their end is
+    faster than encoding the rows of each step.
+
+    Args:
+        takers: the consumers that take rows.
+        width: values per row.
+        dtype: of the rows.
+        device: the device of the model.
+
+    """
+    if not crosses_to_host(device) or len(takers) != 1:
+        return None
+    encoder_of = takers[0].row_encoder
+    return None if encoder_of is None else encoder_of(width, dtype, device)
+
+
+def crosses_to_host(device: torch.device) -> bool:
+    """Whether rows are computed in other memory than the host's."""
+    return device.type != "cpu"
+
+
 def step_capabilities(consumer: Any) -> StepCapabilities:
     """Probe the optional methods of a consumer that runs within each step."""
 

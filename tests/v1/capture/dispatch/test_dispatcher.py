@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staged steps become rows of requests: places, positions, order."""
+"""Staged steps become rows of requests: when, and their places, positions, order."""
 
 import threading
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.dispatch.dispatcher import Dispatcher
+from vllm.v1.capture.dispatch.dispatcher import (
+    PACKET_BYTES,
+    STEPS_AT_ONCE,
+    Dispatcher,
+    DispatchThread,
+)
 from vllm.v1.capture.dispatch.row_buffer import RowBuffer, Rows
 from vllm.v1.capture.dispatch.step_buffer import StagedStep, rows_in
-from vllm.v1.capture.staging.ring import Staging
+from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.step_layout import StepLayout
@@ -37,9 +43,6 @@ class Taken:
     def gather(self, pieces: Any, copies: Any) -> Any:
         return [(0, rows) for rows in self._gathering.gather(pieces[0], 1000, copies)]
 
-    def finish(self) -> None:
-        self.rows.extend(self._gathering.rest())
-
     def add(self, group: int, rows: Rows) -> dict[str, Any]:
         self.rows.append(rows)
         return {}
@@ -50,7 +53,7 @@ class Bench:
 
     def __init__(self, names: list[str]) -> None:
         self.staging = Staging(256, WIDTH, torch.float32, torch.device("cpu"))
-        self.dispatcher = Dispatcher(self.staging, {})
+        self.thread = DispatchThread(self.staging, {}, PACKET_BYTES)
         self.placement = StepLayout(range(TAPS), 128)
         self.taken = {name: Taken(name) for name in names}
         self.number = {name: float(i) for i, name in enumerate(names)}
@@ -59,7 +62,7 @@ class Bench:
             self.placement.add(
                 name, (LocalGroup(taps, tuple(range(TAPS)), EVERYTHING, ()),)
             )
-            self.dispatcher.open(request)  # type: ignore[arg-type]
+            self.thread.requests[name] = request  # type: ignore[assignment]
         self.steps: list[StagedStep] = []
         self.numbers = count()
 
@@ -113,19 +116,17 @@ class Bench:
         return {req_id: memory for (req_id, *_), (memory, _) in places.items()}
 
     def send(self, copied: Any = None, hand_on: bool = True) -> None:
-        """Send all steps so far to the dispatcher, and wait for it."""
-        self.dispatcher.steps(self.steps, copied)
-        if hand_on:
-            self.dispatcher.hand_on()
+        """Send all steps so far to the thread, and wait for it."""
         done = threading.Event()
-        self.dispatcher._put(done.set)
+        work = self.thread.hand_on if hand_on else int
+        self.thread.put([(self.steps, copied)], work)
+        self.thread.put([], done.set)
         assert done.wait(10)
         self.steps = []
 
     def check(self, expected: dict[str, list[int]]) -> None:
         """Check each request's rows: these positions, in order, at every tap."""
         for name, positions in expected.items():
-            self.taken[name].finish()
             rows = self.taken[name].rows
             found = [p for part in rows for p in range(part.start, part.stop)]
             assert found == positions
@@ -133,8 +134,8 @@ class Bench:
             for tap in range(TAPS):
                 wanted = [[self.number[name], p, tap, 0] for p in positions]
                 assert together[tap].tolist() == wanted
-        self.dispatcher._requests.clear()
-        self.dispatcher.close(5)
+        self.thread.requests.clear()
+        self.thread.close(5)
         assert not self.staging.ring._taken
 
 
@@ -173,14 +174,14 @@ def test_rows_that_nobody_keeps_are_not_copied(
 
     monkeypatch.setattr(Taken, "gather", note)
     for name, keeps in (("a", False), ("b", True)):
-        request: Any = bench.dispatcher._requests[name]
+        request: Any = bench.thread.requests[name]
         request.keeps_rows = lambda _, keeps=keeps: keeps
         request.finish = lambda *_: ({}, {})
     ends: Any = [(SimpleNamespace(request_id=name), None) for name in "ab"]
-    bench.dispatcher.end(ends)
+    bench.thread.put([], partial(bench.thread.finish, ends))
     bench.send(hand_on=False)
     assert copied == ["b"]
-    bench.dispatcher.close(5)
+    bench.thread.close(5)
     assert not bench.staging.ring._taken, "all memory of the steps is free"
 
 
@@ -189,10 +190,8 @@ def test_rows_are_settled_by_the_steps_behind_them() -> None:
     for position in range(5):
         bench.step({"a": position})
     bench.send()
-    assert bench.taken["a"].rows == [], "more may come that goes on from them"
-    bench.taken["a"].finish()
-    parts = [(part.start, part.stop, part.step) for part in bench.taken["a"].rows]
-    assert parts == [(0, 4, 3), (4, 5, 4)]
+    (rows,) = bench.taken["a"].rows
+    assert rows[:2] == (0, 5) and (rows.step_before, rows.step) == (3, 4)
     bench.check({"a": list(range(5))})
 
 
@@ -225,9 +224,8 @@ def test_rows_wait_until_they_are_handed_on() -> None:
     assert len(bench.staging.ring._taken) == 3
     bench.step({"b": 7})
     bench.send()
-    bench.taken["b"].finish()
-    parts = [(part.start, part.stop, part.step) for part in bench.taken["b"].rows]
-    assert parts == [(4, 7, 2), (7, 8, 3)]
+    (rows,) = bench.taken["b"].rows
+    assert rows[:2] == (4, 4) and (rows.step_before, rows.step) == (2, 3)
     bench.check({"a": [0, 1, 2], "b": [4, 5, 6, 7]})
 
 
@@ -260,7 +258,7 @@ def test_rows_that_cannot_be_taken_give_their_memory_back(
 
 def test_a_request_that_is_not_known_is_skipped() -> None:
     bench = Bench(["a", "b"])
-    bench.dispatcher._put(lambda: bench.dispatcher._requests.pop("a", None))
+    bench.thread.put([], lambda: bench.thread.requests.pop("a", None))
     bench.step({"a": 0, "b": 0})
     bench.send()
     assert bench.taken["a"].rows == []
@@ -331,3 +329,116 @@ def test_requests_that_end_together_share_packets_of_a_bounded_size(
             assert packet.pop(0) == item
             seen.append(item)
     assert seen == sound and not packet
+
+
+RING = 80 * STEPS_AT_ONCE
+
+
+class HeardThread:
+    """A stand-in for the thread, which frees the memory of steps it hands on."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._segments: list[Segment] = []
+        self.calls: list[Any] = []
+
+    def put(self, sent: Any, work: Any) -> None:
+        for steps, _ in sent:
+            self._segments += [step.segment for step in steps]
+            self.calls.append(len(steps))
+        work()
+
+    def hand_on(self, req_ids: tuple[str, ...] | None = None) -> None:
+        self.calls.append("all" if req_ids is None else req_ids)
+        if req_ids is None:
+            self._staging.ring.release(*self._segments)
+            self._segments = []
+
+
+class Sending:
+    """Steps of one size, with an irrelevant layout."""
+
+    def __init__(self) -> None:
+        self.staging = Staging(RING, 1, torch.float32, torch.device("cpu"))
+        self.dispatcher = Dispatcher(self.staging, {})
+        self.dispatcher._thread.close(5)
+        self.thread: Any = HeardThread(self.staging)
+        self.dispatcher._thread = self.thread
+        self._number = 0
+
+    def step(
+        self, rows: int = 1, at_once: set[str] | None = None, true: Any = None
+    ) -> None:
+        segment = self.dispatcher.reserve(rows)
+        layout = SimpleNamespace(blocks=(SimpleNamespace(decoding={}),))
+        placed: Any = SimpleNamespace(layout=layout, shift=self._number)
+        step = StagedStep(self._number, placed, segment, true)
+        self._number += 1
+        self.dispatcher.add(step, at_once or set())
+
+
+@pytest.fixture
+def sending() -> Sending:
+    return Sending()
+
+
+def test_small_steps_leave_together(sending: Sending) -> None:
+    for _ in range(STEPS_AT_ONCE - 1):
+        sending.step()
+    assert sending.thread.calls == []
+    sending.step()
+    assert sending.thread.calls == [STEPS_AT_ONCE, "all"]
+
+
+def test_steps_that_were_sent_for_an_end_count_as_well(sending: Sending) -> None:
+    for number in range(STEPS_AT_ONCE):
+        sending.step()
+        if number == 9:
+            sending.dispatcher.send()
+    assert sending.thread.calls == [10, STEPS_AT_ONCE - 10, "all"]
+
+
+def test_an_eighth_of_the_memory_is_enough(sending: Sending) -> None:
+    sending.step(RING // 8 - 1)
+    assert sending.thread.calls == []
+    sending.step(1)
+    assert sending.thread.calls == [2, "all"]
+
+
+def test_a_reader_of_each_step_gets_only_its_own_rows(sending: Sending) -> None:
+    sending.step()
+    sending.step(at_once={"live"})
+    assert sending.thread.calls == [2, ("live",)]
+
+
+def test_steps_with_assumed_positions_do_not_wait(sending: Sending) -> None:
+    starts: Any = TrueStarts
+    sending.step(true=starts)
+    assert sending.thread.calls == [1, "all"]
+
+
+def test_nothing_waits_while_nothing_is_captured(sending: Sending) -> None:
+    sending.dispatcher.hand_on()
+    assert sending.thread.calls == []
+    sending.step()
+    sending.dispatcher.send()
+    sending.dispatcher.hand_on()
+    sending.dispatcher.hand_on()
+    assert sending.thread.calls == [1, "all"]
+
+
+def test_where_there_is_no_room_all_that_waits_is_handed_on(sending: Sending) -> None:
+    sending.step(RING // 8 - 1)
+    sending.dispatcher.send()
+    segment = sending.dispatcher.reserve(RING)
+    assert segment == Segment(0, RING)
+    assert sending.thread.calls == [1, "all"]
+
+
+def test_a_page_goes_by_itself_behind_what_came_before(
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sending.step()
+    monkeypatch.setattr(sending.staging, "to_pages", lambda *step: ({}, None))
+    sending.step(4)
+    assert sending.thread.calls == [1, 1, "all"]

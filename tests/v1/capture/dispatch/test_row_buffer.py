@@ -28,7 +28,7 @@ MEMORY = torch.arange(400).float()[:, None].repeat(1, 2)
 
 def span(num_steps: int, step: int, num_rows: int) -> Span:
     """Steps up to `step`, of `num_rows` rows each."""
-    return Span(num_steps, step, step - 1, MEMORY, num_rows)
+    return Span(num_steps, step, MEMORY, num_rows)
 
 
 def places(piece: Piece, taps: int) -> list[list[float]]:
@@ -78,11 +78,10 @@ def put(gathering: RowBuffer, start: int, num_rows: int, most: int) -> Rows:
     rows = torch.arange(start, start + num_rows).float().repeat(TAPS, 1)
     rows = torch.stack([rows, rows, torch.arange(TAPS)[:, None].expand_as(rows)], -1)
     copies: list[RowCopy] = []
-    span = Span(1, 0, -1, rows.flatten(0, 1), TAPS * num_rows)
+    span = Span(1, 0, rows.flatten(0, 1), TAPS * num_rows)
     piece = Piece(span, start, num_rows, 0, block(num_rows, TAPS))
-    given = [*gathering.gather([piece], start + most, copies), *gathering.rest()]
+    (rows,) = gathering.gather([piece], start + most, copies)
     copy_rows(copies)
-    (rows,) = given
     return rows
 
 
@@ -157,6 +156,16 @@ def test_a_row_is_held_until_the_next_position_is_computed() -> None:
     assert ledger.add(rows_at(0, 0.0, 1.0)) == []
     assert delivered(ledger.add(rows_at(2, 2.0))) == [(0, 0.0), (1, 1.0)]
     assert delivered(ledger.finish(3)) == [(2, 2.0)]
+
+
+def test_rows_of_a_step_each_are_settled_but_for_the_last() -> None:
+    ledger, tensor = RowLedger(), torch.tensor([[[3.0], [4.0], [5.0]]])
+    assert delivered(ledger.add(rows_at(2, 2.0, step=1))) == []
+    settled = ledger.add(Rows(3, 3, tensor, 0, step=9, step_before=7))
+    assert delivered(settled) == [(2, 2.0), (3, 3.0), (4, 4.0)]
+    assert [rows.step for rows in settled] == [1, 7]
+    (last,) = ledger.finish(6)
+    assert delivered([last]) == [(5, 5.0)] and last.step == 9
 
 
 def test_a_rejected_draft_is_replaced_by_the_row_that_stands() -> None:

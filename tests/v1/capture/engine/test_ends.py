@@ -128,8 +128,8 @@ def test_nothing_is_left_of_requests_that_have_ended(engine: CapturedEngine) -> 
     runner = core.model_executor.driver_worker.worker.model_runner
     capture = runner.residual._capture
     assert capture._placement._groups == {}
-    assert capture._sending._unsent == []
-    assert capture._dispatcher._requests == {}
+    assert capture._dispatcher._unsent == []
+    assert capture._dispatcher._thread.requests == {}
     assert not capture._staging.ring._taken
 
 

@@ -15,7 +15,7 @@ from tests.v1.capture._simulation import Life, Step, lives, standing
 from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
-from vllm.v1.capture.worker import offload
+from vllm.v1.capture.dispatch import dispatcher
 from vllm.v1.residual.capture_plan import CapturePlan, group_taps
 from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import Tap
@@ -110,7 +110,7 @@ def test_requests_that_come_and_go_get_their_rows(
     events = data.draw(traffic(drafts))
     visits = [visit for event in events for visit in event.come]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "STEPS_AT_ONCE", steps_at_once)
+        patch.setattr(dispatcher, "STEPS_AT_ONCE", steps_at_once)
         for event in events:
             for visit in event.come:
                 visit.name = bench.new_name()
@@ -131,7 +131,7 @@ def test_requests_that_come_and_go_get_their_rows(
 
 
 def test_rows_of_others_wait_when_a_request_ends(bench: Bench) -> None:
-    bench.worker._sending.hand_on()  # So that the steps below are the first of many.
+    bench.worker._dispatcher.hand_on()  # So that the steps below are the first of many.
     want = {"a": {TAPS[0]: ((0, 1 << 40),)}}
     names = [bench.new_name() for _ in range(3)]
     for name in names:
@@ -148,7 +148,7 @@ def test_rows_of_others_wait_when_a_request_ends(bench: Bench) -> None:
 def test_rows_that_are_wanted_at_once_do_not_hurry_those_of_others(
     bench: Bench,
 ) -> None:
-    bench.worker._sending.hand_on()  # So that the steps below are the first of many.
+    bench.worker._dispatcher.hand_on()  # So that the steps below are the first of many.
     live, other = bench.new_name(), bench.new_name()
     for name, instance in ((live, "c"), (other, "a")):
         bench.open(name, plan_for({instance: {TAPS[0]: ((0, 1 << 40),)}}, 1))

@@ -12,7 +12,7 @@ import torch
 from tests.support.captured import CapturedEngine, prompt
 from tests.support.plugins import install
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
-from vllm.v1.capture.worker.offload import Offload
+from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.readouts.worker import custom
 from vllm.v1.residual.sae import encode
 
@@ -202,7 +202,7 @@ def test_no_row_leaves_the_device_for_a_probe(
     def refuse(*_: Any) -> None:
         raise AssertionError("rows take a place among those that go to the host")
 
-    monkeypatch.setattr(Offload, "reserve", refuse)
+    monkeypatch.setattr(Dispatcher, "reserve", refuse)
     spec = {"p": {"kind": "probe", "probe": "direction", "positions": "all"}}
     for output in read_out(engine, PROMPTS, spec):
         assert output.readouts["p"].error is None

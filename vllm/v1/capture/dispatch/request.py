@@ -196,9 +196,7 @@ class CapturedRequest:
         stop = self._plan.num_prompt_tokens + max(len(end.token_ids) - 1, 0)
         chunks: dict[str, list[GroupChunk]] = {}
         for number, ledger in enumerate(self._ledgers):
-            rest = self._gathered[number].rest()
-            rows = [row for kept in rest for row in ledger.add(kept)]
-            settled = self._chunks(number, rows + ledger.finish(stop))
+            settled = self._chunks(number, ledger.finish(stop))
             for instance, batch in settled.items():
                 chunks.setdefault(instance, []).extend(batch)
         for (number, instance), held in sorted(self._held.items()):

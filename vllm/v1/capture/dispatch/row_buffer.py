@@ -40,6 +40,8 @@ class Rows(NamedTuple):
     """Index of the first row in `memory`."""
     step: int
     """The engine step that computed the last row."""
+    step_before: int | None = None
+    """The step of the row before it, if each row is of a step of its own."""
 
     @classmethod
     def of(cls, start: int, tensor: torch.Tensor, step: int) -> "Rows":
@@ -63,8 +65,10 @@ class Rows(NamedTuple):
             return None
         if stop - start == self.num_rows:
             return self
-        first = self.first + start - self.start
-        return Rows(start, stop - start, self.memory, first, self.step)
+        first, step = self.first + start - self.start, self.step
+        if self.step_before is not None and stop < self.stop:
+            step = self.step_before
+        return Rows(start, stop - start, self.memory, first, step, self.step_before)
 
     def adjoins(self, before: "Rows") -> bool:
         """Whether the rows directly follow those of `before` in the same memory."""
@@ -90,7 +94,8 @@ class RowLedger:
 
         A step that computes position p shows that the tokens before p are final, and
         that rows of earlier steps at p and after are invalid. It does not settle its
-        own rows, which may be added in several parts.
+        own rows, which may be added in several parts. Of rows that are each of a step
+        of their own, the last one settles the others.
         """
         settled: list[Rows] = []
         if not self._pending or self._pending[-1].step != rows.step:
@@ -99,6 +104,8 @@ class RowLedger:
         fresh = rows.between(self._handed_on, rows.stop)
         if fresh is not None:
             self._pending.append(fresh)
+            if rows.step_before is not None:
+                settled += self._take_below(rows.stop - 1)
         return settled
 
     def finish(self, stop: int) -> list[Rows]:
@@ -123,8 +130,6 @@ class Span(NamedTuple):
     num_steps: int
     step: int
     """Number of the last step."""
-    step_before: int
-    """Number of the second to last step, if there is one."""
     memory: torch.Tensor  # [rows, hidden_size]
     num_rows: int
     """Rows of one step, of all requests at all taps."""
@@ -143,7 +148,6 @@ class Piece:
         "page",
         "start",
         "step",
-        "step_before",
         "width",
     )
 
@@ -172,8 +176,6 @@ class Piece:
         """If there are several, each has one row."""
         self.step = span.step
         """The engine step that computed the last row."""
-        self.step_before = span.step_before
-        """The step before it, if there are several."""
         self.page: tuple[torch.Tensor, int] | None = None
         """A page `[taps, rows, hidden_size]` and the index of the first row in it.
 
@@ -216,45 +218,6 @@ GATHERED = 256
 """Capacity, in rows, of memory for rows that arrive a few at a time."""
 
 
-class Run(NamedTuple):
-    """Consecutive rows in memory, each from a step of one row."""
-
-    start: int
-    num_rows: int
-    memory: torch.Tensor  # [taps, capacity, hidden_size]
-    first: int
-    step_before: int
-    """The step of the second to last row, if there are several."""
-    step: int
-
-    def continues(self, before: "Run") -> bool:
-        """Whether the rows continue `before` in position and in memory."""
-        return (
-            self.start == before.start + before.num_rows
-            and self.memory is before.memory
-            and self.first == before.first + before.num_rows
-            and self.step != before.step
-        )
-
-    def after(self, before: "Run") -> "Run":
-        """`before` and this run as one."""
-        return Run(
-            before.start,
-            before.num_rows + self.num_rows,
-            self.memory,
-            before.first,
-            self.step_before if self.num_rows > 1 else before.step,
-            self.step,
-        )
-
-    def rows(self) -> Iterator[Rows]:
-        """Yield all rows but the last, then the last, which settles them (ledger)."""
-        start, num_rows, memory, first, step_before, step = self
-        if num_rows > 1:
-            yield Rows(start, num_rows - 1, memory, first, step_before)
-        yield Rows(start + num_rows - 1, 1, memory, first + num_rows - 1, step)
-
-
 class RowBuffer:
     """The memory for the rows of one group of a request."""
 
@@ -274,17 +237,11 @@ class RowBuffer:
         self._together = together
         self._memory: torch.Tensor | None = None
         self._used = 0
-        self._run: Run | None = None
-        """Rows that were not returned yet, as the next ones may continue them."""
-        self._after_prompt = False
-        """Whether the rows returned last need a following row to be settled."""
 
     def gather(
         self, pieces: Sequence[Piece], end: int, copies: list[RowCopy]
     ) -> Iterator[Rows]:
-        """Place the rows of pieces; yields rows for the ledger, in order.
-
-        Some rows may be kept until `rest`, if they are delivered only at the end.
+        """Place the rows of pieces; yields them in order, for the ledger.
 
         Args:
             pieces: of this group.
@@ -293,48 +250,17 @@ class RowBuffer:
 
         """
         for stretch in stretches(pieces):
-            first = stretch[0]
-            if first.page is not None:
-                memory, place = first.page
-                yield from self.rest()
-                yield Rows(first.start, first.num_rows, memory, place, first.step)
-                self._after_prompt = True
-                continue
-            memory, place, num_rows = self._place(stretch, end - first.start, copies)
-            last = stretch[-1]
-            if last.num_rows > last.num_steps:
-                yield from self.rest()
-                yield Rows(first.start, num_rows, memory, place, last.step)
-                self._after_prompt = True
-                continue
-            before = last.step_before if last.num_steps > 1 else stretch[-2:][0].step
-            run = Run(first.start, num_rows, memory, place, before, last.step)
-            if self._run is not None and run.continues(self._run):
-                run = run.after(self._run)
+            first, last = stretch[0], stretch[-1]
+            num_rows = sum([piece.num_rows for piece in stretch])
+            if first.page is None:
+                memory, place = self._room_for(num_rows, end - first.start, first.width)
+                copies.extend(copies_to(memory, place, stretch))
             else:
-                yield from self.rest()
-            self._run = run
-            if self._after_prompt or not self._together:
-                self._after_prompt = False
-                yield from self.rest()
-
-    def rest(self) -> Iterator[Rows]:
-        """Yield the rows that were kept."""
-        run, self._run = self._run, None
-        if run is not None:
-            yield from run.rows()
-
-    def _place(
-        self, stretch: Sequence[Piece], most: int, copies: list[RowCopy]
-    ) -> tuple[torch.Tensor, int, int]:
-        """Place a stretch; returns memory, index of the first row, number of rows."""
-        num_rows = sum([piece.num_rows for piece in stretch])
-        memory, place = self._room_for(num_rows, most, stretch[0].width)
-        end = place
-        for piece in stretch:
-            copies.append(piece.copy_to(memory, end))
-            end += piece.num_rows
-        return memory, place, num_rows
+                memory, place = first.page
+            before = None
+            if num_rows > 1 and last.num_rows == last.num_steps:
+                before = last.step - 1 if last.num_steps > 1 else stretch[-2].step
+            yield Rows(first.start, num_rows, memory, place, last.step, before)
 
     def _room_for(
         self, num_rows: int, most: int, width: int
@@ -361,6 +287,15 @@ def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         stretch.append(piece)
     if stretch:
         yield stretch
+
+
+def copies_to(
+    memory: torch.Tensor, place: int, stretch: Sequence[Piece]
+) -> Iterator[RowCopy]:
+    """The copies of a stretch to consecutive rows of `memory`, from `place` on."""
+    for piece in stretch:
+        yield piece.copy_to(memory, place)
+        place += piece.num_rows
 
 
 def joined(parts: list[Rows]) -> torch.Tensor:

@@ -168,8 +168,7 @@ class StepChain:
         blocks = first.placed.layout.blocks
         block, rows = blocks[number], first.segment.num_rows
         before = sum([one.num_staged for one in blocks[:number]])
-        last = self._last.step
-        span = Span(length - since, last, last - 1, self._memory, rows)
+        span = Span(length - since, self._last.step, self._memory, rows)
         start = block_row.origin + first.placed.shift + since
         place = first.segment.start + since * rows + before
         place += block_row.place * block.each
@@ -260,7 +259,7 @@ class StepBuffer:
 def pieces_of(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
     """The pieces of a step that cannot be part of a chain."""
     base, places = step.segment.start, step.places or {}
-    span = Span(1, step.step, -1, host_rows, step.segment.num_rows)
+    span = Span(1, step.step, host_rows, step.segment.num_rows)
     shifts = {} if step.true_starts is None else step.true_starts.shifts()
     for block in step.placed.layout.blocks:
         for req_id, group, position, num_rows, offset in rows_in(block, step):

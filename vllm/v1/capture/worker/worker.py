@@ -16,6 +16,7 @@ from vllm.model_executor.layers.residual.capture_op import CaptureProgress
 from vllm.v1.capture.capabilities import (
     ConsumerCapabilities,
     consumer_capabilities,
+    row_encoder,
     told_specs,
     truncates,
 )
@@ -43,7 +44,6 @@ from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage, hand_over
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.capture.worker.offload import Offload, row_encoder
 from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CaptureEnd, CapturePlan
@@ -110,7 +110,8 @@ class WorkerCapture:
         self._lanes = self._open_lanes(vllm_config) if self._takes_rows else {}
         if self._lanes:
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        encoder = row_encoder(self._lanes, width, dtype, device)
+        takers = [lane.can for name, lane in self._lanes.items() if name != LIVE]
+        encoder = row_encoder(takers, width, dtype, device)
         # Ranks that take no rows need something to pass to the taps.
         ring_rows, scratch_rows = (
             (2 * step_rows, step_rows) if self._takes_rows else (1, 0)
@@ -183,7 +184,6 @@ class WorkerCapture:
             # Packets close to the queue's bound would exceed it.
             min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
         )
-        self._sending = Offload(self._staging, self._dispatcher)
         self._reporter = Reporter(
             vllm_config.parallel_config.data_parallel_index,
             stage.pipeline_rank,
@@ -316,9 +316,6 @@ class WorkerCapture:
         self._placement.add(req_id, groups)
         if self._staging.requests is not None:
             self._staging.requests.open(req_id, plan.num_prompt_tokens, groups)
-        if max_tokens is not None:
-            # The last token that is generated has no row.
-            self._sending.expect(req_id, plan.num_prompt_tokens + max_tokens - 2)
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
@@ -381,7 +378,6 @@ class WorkerCapture:
         ended = []
         for end in ends:
             self._placement.remove(end.request_id)
-            self._sending.forget(end.request_id)
             plan = self._plans.pop(end.request_id, None)
             failure = self._failures.pop(end.request_id, None)
             alone = plan is not None and len(plan.lanes) == 1
@@ -393,7 +389,6 @@ class WorkerCapture:
             if self.readouts is not None:
                 self.readouts.remove(end.request_id)
         if self._takes_rows:
-            self._sending.send()
             self._dispatcher.end(ended)
 
     @property
@@ -500,17 +495,17 @@ class WorkerCapture:
     def _begin(self, num_rows: int) -> None:
         if self._placed is None:
             self.clear_slots()
-            self._sending.hand_on()
+            self._dispatcher.hand_on()
             return
         layout = self._placed.layout
         if self._leave_the_device(layout):
-            self._segment = self._sending.reserve(layout.num_rows)
+            self._segment = self._dispatcher.reserve(layout.num_rows)
             self._first_row = self._segment.start
             if self._staging.is_large(layout.num_rows):
                 num_ops = len(layout.launches)
                 CaptureProgress.active = CaptureProgress(num_ops, LARGE_STEP_PARTS)
         else:
-            self._sending.hand_on()
+            self._dispatcher.hand_on()
             self._first_row = self._staging.scratch
         self._slots.write(layout, self._first_row, num_rows)
 
@@ -552,11 +547,11 @@ class WorkerCapture:
         self._segment = None
         try:
             parts = [] if progress is None else self._parts(progress)
-            self._sending.add(staged, self._live, parts)
+            self._dispatcher.add(staged, self._live, parts)
         except Exception as error:
             assert self._view is not None, "a step ends that was not planned"
             self.fail(self._view, error)
-            self._sending.lose(staged)
+            self._dispatcher.lose(staged)
 
     def _parts(self, progress: CaptureProgress) -> Parts:
         columns = self._column_of_address
@@ -567,7 +562,7 @@ class WorkerCapture:
 
     def send(self) -> None:
         """Start copying the rows that are still on the device."""
-        self._sending.send()
+        self._dispatcher.send()
 
     def close(self) -> None:
         """Deliver pending rows and shut down the consumers.
@@ -581,7 +576,6 @@ class WorkerCapture:
                 len(self._plans),
                 sorted(self._plans)[:8],
             )
-        self._sending.send()
         if self._takes_rows:
             self._dispatcher.end([self._given_up(*one) for one in self._plans.items()])
         deadline = monotonic() + flush_seconds()
