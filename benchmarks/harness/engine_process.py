@@ -64,7 +64,11 @@ class _Engine:
         """Load a model and drop the previous one."""
         from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.model_executor.models import registry
 
+        # It would inspect the model's class in a new process, as the other side's file
+        # of the same name has replaced what it had kept.
+        registry._run_in_subprocess = lambda inspect: inspect()
         if self._llm is not None:
             self._llm = None
             gc.collect()
