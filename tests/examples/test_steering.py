@@ -2,6 +2,7 @@
 """The steering examples, on one engine; `test_http.py` runs the client's."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "steering"
 TONE = FOLDER / "tone.safetensors"
 sys.path.insert(0, str(FOLDER))  # the examples are scripts
+
+import small_sae  # noqa: E402
 
 
 def test_the_vector_belongs_to_the_demo_model() -> None:
@@ -91,8 +94,9 @@ def test_a_condition_leaves_cheerful_stories_alone(run: Any) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_feature_of_an_sae_trained_here_decides_the_tone(
-    run: Any, demo_llm: Any
+    run: Any, demo_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(small_sae, "train", partial(small_sae.train, steps=150))
     printed = run("clamp_feature").splitlines()
     demo_llm.unregister_readout_module("small")
     assert float(printed[0].split()[1].rstrip(";")) > 0.8

@@ -30,6 +30,8 @@ KINDS = (
     pytest.param("llama compiled", marks=pytest.mark.soak),
 )
 """Plain blocks, norms behind branches, parallel branches, and experts."""
+on_one_kind = pytest.mark.parametrize("swept", KINDS[:1], indirect=True)
+"""For what does not depend on the layers."""
 OF_THE_STREAM = ("pre_attn", "post_attn", "post_block")
 ALL = slice(None)
 CLEAN = [(37 * n * n + 11 * n + 3) % _models.VOCAB for n in range(40)]
@@ -217,6 +219,7 @@ def test_ablations_and_traces_equal_hooks(swept: Any) -> None:
     assert last == pytest.approx(trace.clean, abs=BOUND)
 
 
+@on_one_kind
 def test_presets_are_sweeps_at_their_hook_points(swept: Any) -> None:
     llm, _ = swept
     asked: dict[str, Any] = {"answer": ANSWER, "foil": FOIL, "progress": False}
@@ -234,6 +237,7 @@ def test_presets_are_sweeps_at_their_hook_points(swept: Any) -> None:
     assert keys.values["k"].shape == (_models.LAYERS, 1, 1)
 
 
+@on_one_kind
 def test_a_probe_is_a_metric(swept: Any) -> None:
     llm, reference = swept
     asked: dict[str, Any] = {"positions": [3], "layers": [0], "progress": False}
@@ -244,6 +248,7 @@ def test_a_probe_is_a_metric(swept: Any) -> None:
     assert found == pytest.approx([float(one[-1, 0]) for one in rows], abs=BOUND)
 
 
+@on_one_kind
 def test_a_run_stays_under_a_name_and_is_used_again(swept: Any) -> None:
     llm, _ = swept
     asked: dict[str, Any] = {"positions": [3], "answer": ANSWER, "foil": FOIL}
@@ -303,6 +308,7 @@ def test_a_runs_own_rows_change_no_bit_and_no_other_request(swept: Any) -> None:
     llm.drop_captured("own")
 
 
+@on_one_kind
 def test_an_interrupt_returns_what_there_is(swept: Any) -> None:
     llm, _ = swept
     seen: list[Found] = []
@@ -324,6 +330,7 @@ def test_an_interrupt_returns_what_there_is(swept: Any) -> None:
     assert not llm.captured()["names"]
 
 
+@on_one_kind
 def test_cells_whose_run_was_dropped_have_no_value(swept: Any) -> None:
     llm, _ = swept
     asked: dict[str, Any] = {"answer": ANSWER, "foil": FOIL, "progress": False}
@@ -346,6 +353,7 @@ def test_cells_whose_run_was_dropped_have_no_value(swept: Any) -> None:
     assert np.allclose(values[known], expected[known], atol=1e-5)
 
 
+@on_one_kind
 def test_a_bar_counts_the_cells(swept: Any, monkeypatch: Any) -> None:
     llm, _ = swept
     shown = io.StringIO()
@@ -366,6 +374,7 @@ def test_a_bar_counts_the_cells(swept: Any, monkeypatch: Any) -> None:
     assert not shown.getvalue().strip("\0")
 
 
+@on_one_kind
 def test_what_does_not_fit_is_refused_before_the_first_cell(swept: Any) -> None:
     llm, _ = swept
     asked: dict[str, Any] = {"answer": ANSWER, "foil": FOIL, "progress": False}

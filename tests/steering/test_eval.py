@@ -86,7 +86,7 @@ def pairs() -> list[Pair]:
     ends: dict[str, list[str]] = {"cheerful": [], "gloomy": []}
     for document in islice(documents(seed=77), 60):
         ends[document.tone].append(document.text.removeprefix(document.opening))
-    openings = neutral_openings(20, seed=5)
+    openings = neutral_openings(12, seed=5)
     return [
         Pair(opening + cheerful, opening + gloomy)
         for opening, cheerful, gloomy in zip(openings, ends["cheerful"], ends["gloomy"])
@@ -104,7 +104,7 @@ def test_the_examples_vector_is_ranked_above_its_controls_and_noise_is_not(
     tone = load_vectors(ROOT / "examples/steering/tone.safetensors")
     noise = np.random.default_rng(9).normal(size=tone.width).astype(np.float32)
     both = VectorSet({**tone.vectors, (4, "post_block"): noise}, tone.provenance)
-    harmless = neutral_openings(6, seed=6)
+    harmless = neutral_openings(4, seed=6)
     points = evaluate(demo_llm, both, pairs, harmless, DOSES, max_tokens=16)
     assert len(points) == 2 * len(KINDS) * len(DOSES)
     for point in points:

@@ -24,7 +24,7 @@ from vllm import SamplingParams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-EXAMPLES = int(os.environ.get("ANY_BATCH_EXAMPLES", "6"))
+EXAMPLES = int(os.environ.get("ANY_BATCH_EXAMPLES", "4"))
 MOST_STEPS = 3000
 HOOKS = ("pre_attn", "post_attn", "post_block")
 TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")

@@ -27,7 +27,7 @@ from vllm.v1.steering.errors import SteeringValidationError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-WORDS, WIDTH, STREAMS, LAYERS = 256, 64, 4, 4
+WORDS, WIDTH, STREAMS, LAYERS = 256, 64, 4, 2
 PROMPT, OTHER = [5, 9, 3, 77, 21, 8], [9, 101, 3, 7, 65, 18]
 EVERYWHERE = {"streams_pre": "all", "streams_post": "all"}
 
@@ -41,9 +41,8 @@ class Engine:
             hidden_size_per_layer_input=16,
             intermediate_size=96,
             num_hidden_layers=LAYERS,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            sliding_window=16,
-            num_kv_shared_layers=2,
+            layer_types=["full_attention"] * LAYERS,
+            num_kv_shared_layers=1,
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=32,
@@ -105,7 +104,7 @@ def test_a_row_has_all_streams_and_a_layer_no_other_point_of_the_stream(
 
 
 def test_files_have_the_streams_that_are_named_as_heads(engine: Engine) -> None:
-    spec = {"hooks": {"streams_post": [2]}, "positions": "all_prompt"}
+    spec = {"hooks": {"streams_post": [1]}, "positions": "all_prompt"}
     output = engine.ask(
         capture={
             "inline": spec,
@@ -113,9 +112,9 @@ def test_files_have_the_streams_that_are_named_as_heads(engine: Engine) -> None:
         },
         capture_wait=True,
     )
-    whole = output.capture_results["inline"].payload[2, "streams_post"]
+    whole = output.capture_results["inline"].payload[1, "streams_post"]
     (folder,) = (engine.folder / "files").glob("*/some")
-    entry = read_request(folder)[2, "streams_post"]
+    entry = read_request(folder)[1, "streams_post"]
     kept = whole.view(-1, STREAMS, WIDTH)[:, [3, 0]].flatten(1)
     assert torch.equal(torch.as_tensor(entry.array), kept)
 
@@ -150,7 +149,7 @@ def test_an_entry_for_one_stream_leaves_the_others(engine: Engine) -> None:
 
 def test_probes_read_all_streams_or_some(engine: Engine) -> None:
     vector = torch.randn(STREAMS * WIDTH, generator=torch.Generator().manual_seed(1))
-    place = {"layer": 3, "hook": "streams_post", "positions": "all"}
+    place = {"layer": LAYERS - 1, "hook": "streams_post", "positions": "all"}
     output = engine.ask(
         readouts={
             "whole": {"kind": "probe", "vectors": [vector.tolist()], **place},
@@ -162,7 +161,7 @@ def test_probes_read_all_streams_or_some(engine: Engine) -> None:
             },
         }
     )
-    rows = engine.rows(output)[3, "streams_post"]
+    rows = engine.rows(output)[LAYERS - 1, "streams_post"]
     found = {
         name: torch.as_tensor(output.readouts[name]["values"]).flatten()
         for name in ("whole", "one")
