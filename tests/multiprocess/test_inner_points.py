@@ -18,7 +18,6 @@ from tests.v1.capture.engine.test_inner_points import (  # noqa: F401
     PROMPT,
     SIZE,
     SIZES,
-    TOKENS,
     Pair,
     check_addition,
     test_a_condition_reads_and_gates_inside_the_block,
@@ -43,7 +42,7 @@ def pair(
     opened = Pair(
         "llama",
         tmp_path_factory.mktemp(f"kv{request.param}"),
-        config=transformers.LlamaConfig(**sizes, **TOKENS),
+        config=transformers.LlamaConfig(**sizes),
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
         # The second model runs compiled.

@@ -15,7 +15,7 @@ from tests.parity.needs import Need
 from tests.parity.recipe import PLAIN, Recipe
 from tests.parity.substitutes import Substitute
 from tests.parity.twins import Twin
-from tests.support.models import randomise
+from tests.support.models import SIZES, randomise
 
 VOCABULARY = 256
 GENTLE = 0.085
@@ -28,22 +28,11 @@ TOKENS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-"""Three layers, 64 wide, two heads of 32."""
 
 
 def common(**options: Any) -> dict[str, Any]:
     """The options that most configurations share, updated by `options`."""
-    return TOKENS | SIZES | options
+    return SIZES | {"num_hidden_layers": 3, "tie_word_embeddings": False} | options
 
 
 def _tokens(ids: list[int]) -> Mapping[str, Any]:

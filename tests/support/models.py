@@ -12,6 +12,20 @@ ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "examples" / "demo_model" / "weights"
 VOCABULARY = 1280
 """The vocabulary size of the demo model's tokenizer."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Two layers, 64 wide, two heads of 32: the options of a model that needs no others."""
 
 
 def randomise(model: torch.nn.Module, seed: int = 0, scale: float = 0.2) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from vllm.v1.capture import capabilities
 from vllm.v1.capture.capabilities import (
-    capabilities_of,
     consumer_capabilities,
     row_encoder,
     sink_capabilities,
@@ -81,13 +80,6 @@ def test_a_consumer_of_requests_validates_their_specs_by_default(
 ) -> None:
     consumer = SimpleNamespace(validate_client_spec=print, **said)
     assert consumer_capabilities(consumer).remembers_specs == remembers
-
-
-def test_places_may_be_named_by_requests_alone() -> None:
-    can = capabilities_of({"files": SimpleNamespace(claims_request_id=True)})["files"]
-    assert can.places_of is not None
-    assert can.places_of({"request_id": "a", "tag": "t"}, "cmpl-1", 1) == ["t/a"]
-    assert can.places_of({}, "cmpl-1", 1) == []
 
 
 def test_consumers_are_asked_in_one_place() -> None:

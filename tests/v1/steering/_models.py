@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from tests.support.inner_reference import Change
+from tests.support.models import SIZES
 
 HIDDEN = 64
 LAYERS = 3
@@ -18,15 +19,7 @@ VOCAB = 128
 
 def llama_config() -> transformers.PretrainedConfig:
     """Pre-norm blocks; vLLM carries the stream as a pair."""
-    return transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-    )
+    return transformers.LlamaConfig(**_common())
 
 
 def gpt2_config() -> transformers.PretrainedConfig:
@@ -37,18 +30,8 @@ def gpt2_config() -> transformers.PretrainedConfig:
 
 
 def _common(**options: Any) -> dict[str, Any]:
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 96,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-    }
-    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-    return shape | tokens | options
+    own = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS}
+    return SIZES | own | {"max_position_embeddings": 512} | options
 
 
 def qwen3_config() -> transformers.PretrainedConfig:

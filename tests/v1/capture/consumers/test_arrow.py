@@ -6,7 +6,6 @@ from typing import Any
 
 import datasets
 import duckdb
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -139,15 +138,6 @@ def test_results_name_files_that_hold_the_request(tmp_path: Path) -> None:
     for name, result in results.items():
         column = ds.dataset(result.payload).to_table(["request_id"])["request_id"]
         assert name in column.to_pylist()
-
-
-def test_values_convert_to_numpy_without_a_loop(tmp_path: Path) -> None:
-    rows = some(4, torch.float32)
-    deliver(consumer_at(tmp_path), {"r": rows})
-    where = (ds.field("layer") == 2) & (ds.field("hook") == "post_block")
-    table = ds.dataset(tmp_path).to_table(filter=where).sort_by("position")
-    values = table["values"].combine_chunks().flatten().to_numpy()
-    assert np.array_equal(values.reshape(4, 16), rows[2, "post_block"].numpy())
 
 
 def test_safetensors_has_hidden_states_and_token_ids_as_upstream_reads_them(

@@ -52,9 +52,10 @@ def assert_same(got: Rows, want: Rows) -> None:
     surplus=st.integers(0, 3),
     buffer_bytes=st.sampled_from([1, 500, 1 << 20]),
     coalesce=st.sampled_from([1, 100, 1 << 20]),
+    fsync=st.booleans(),
 )
 def test_what_is_written_is_read(
-    layout, codec, dtype, sizes, chunk_rows, surplus, buffer_bytes, coalesce
+    layout, codec, dtype, sizes, chunk_rows, surplus, buffer_bytes, coalesce, fsync
 ) -> None:
     requests = {f"r{i}": some_rows(n, dtype) for i, n in enumerate(sizes)}
     with tempfile.TemporaryDirectory() as root:
@@ -65,6 +66,7 @@ def test_what_is_written_is_read(
             buffer_bytes=buffer_bytes,
             coalesce_max_bytes=coalesce,
             num_shards=2,
+            fsync=fsync,
         )
         results = deliver(consumer, requests, chunk_rows, surplus)
         assert {r.status for r in results.values()} == {"ok"}, results
@@ -168,14 +170,6 @@ def test_on_collision(tmp_path: Path, layout: str) -> None:
     assert_same(read_request(tmp_path, "default", "r"), first)
     assert deliver(consumer_at(tmp_path, **params), {"r": second})["r"].status == "ok"
     assert_same(read_request(tmp_path, "default", "r"), second)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fsync_changes_no_byte(tmp_path: Path, layout: str) -> None:
-    rows = some_rows()
-    consumer = consumer_at(tmp_path, default_layout=layout, fsync=True)
-    assert deliver(consumer, {"r": rows})["r"].status == "ok"
-    assert_same(read_request(tmp_path, "default", "r"), rows)
 
 
 def test_a_short_file_is_not_read(tmp_path: Path) -> None:

@@ -91,15 +91,6 @@ def test_layers_and_requests_are_compared(tmp_path: Path) -> None:
     assert between[0, 2].item() == pytest.approx(want.item(), abs=1e-5)
 
 
-def test_a_later_capture_of_a_request_replaces_the_earlier(tmp_path: Path) -> None:
-    captured(tmp_path, default_layout="sharded", num_shards=1)
-    second = captured(tmp_path, torch.float32, default_layout="sharded", num_shards=1)
-    store = CaptureStore(tmp_path)
-    assert len(store) == 6
-    got = store.one("r2", 0, "post_block").to_torch()
-    assert torch.equal(got, second["r2"][0, "post_block"])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_damage_is_noticed(tmp_path: Path, layout: str, codec: str) -> None:

@@ -205,16 +205,6 @@ def test_positions_that_drafts_had_shifted_are_put_right() -> None:
     bench.check({"a": [5, 6], "b": [7, 8]})
 
 
-def test_a_change_of_the_batch_ends_a_run() -> None:
-    bench = Bench(["a", "b"])
-    bench.step({"a": 0, "b": 4})
-    bench.step({"a": 1, "b": 5})
-    bench.step({"b": 6})
-    bench.step({"b": 7, "a": 2})
-    bench.send()
-    bench.check({"a": [0, 1, 2], "b": [4, 5, 6, 7]})
-
-
 def test_rows_wait_until_they_are_handed_on() -> None:
     bench = Bench(["a", "b"])
     for position in range(3):

@@ -101,11 +101,7 @@ def test_a_consumer_that_raises_spoils_only_what_it_raised_for(
 
 BAD: list[tuple[Any, str]] = [
     ({"nobody": {}}, "nobody.*keeper"),
-    ({"keeper": {}}, "capture.keeper.hooks"),
-    ({"keeper": {"hooks": {"post_block": [3]}}}, "layer 3.*0 to 2"),
-    ({"keeper": {"hooks": {"nowhere": [0]}}}, "nowhere.*pre_attn"),
     ({"keeper": {"hooks": {"post_block": [0]}, "positions": [99]}}, "max_tokens.*99"),
-    ({"keeper": {"hooks": {"post_block": [0]}, "tag": 1}}, "no key 'tag'"),
 ]
 
 

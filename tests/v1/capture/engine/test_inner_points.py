@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from tests.support import models
 from tests.support.captured import (
     LOGITS,
     CapturedEngine,
@@ -25,7 +26,6 @@ from tests.support.captured import (
 )
 from tests.support.hf_reference import relative_error
 from tests.support.inner_reference import InnerReference
-from tests.support.models import save
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.capture.consumers.arrow.table import rows_of
 from vllm.v1.capture.consumers.filesystem.reader import read_request
@@ -41,33 +41,21 @@ WORDS, WIDTH, HEADS, SIZE = 256, 64, 4, 32
 PROMPT = [5, 9, 3, 77, 21, 8, 8, 40, 200, 17]
 GENERATOR = torch.Generator().manual_seed(11)
 OTHER = [9, 101, 3, 7, 65, 18, 99, 12, 4, 30]
-TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-SIZES: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "head_dim": SIZE,
-    "max_position_embeddings": 128,
-}
+SIZES = models.SIZES | {"num_attention_heads": HEADS, "num_key_value_heads": 2}
 
 
 def llama() -> transformers.PretrainedConfig:
-    return transformers.LlamaConfig(**SIZES, **TOKENS)
+    return transformers.LlamaConfig(**SIZES)
 
 
 def gemma2() -> transformers.PretrainedConfig:
     return transformers.Gemma2Config(
-        **SIZES, **TOKENS, sliding_window=8, query_pre_attn_scalar=32
+        **SIZES, sliding_window=8, query_pre_attn_scalar=32
     )
 
 
 def mixtral() -> transformers.PretrainedConfig:
-    return transformers.MixtralConfig(
-        **SIZES, **TOKENS, num_local_experts=4, sliding_window=None
-    )
+    return transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None)
 
 
 def gptj() -> transformers.PretrainedConfig:
@@ -100,7 +88,7 @@ class Pair:
     def __init__(self, kind: str, folder: Path, **options: Any) -> None:
         self.kind, self.folder = kind, folder
         config = options.pop("config", None) or KINDS[kind]()
-        model = save(config, folder)
+        model = models.save(config, folder)
         self.reference = InnerReference(model)
         self.engine = CapturedEngine(
             model,
@@ -556,7 +544,6 @@ def test_weights_of_experts_have_the_factor_of_their_sum(tmp_path: Path) -> None
     """Upstream multiplies the sum of the experts; the library's weights have it."""
     config = transformers.Glm4MoeConfig(
         **SIZES,
-        **TOKENS,
         first_k_dense_replace=0,
         n_routed_experts=4,
         num_experts_per_tok=2,

@@ -2,7 +2,6 @@
 """The engine core in a separate process: rows and results cross a socket."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
@@ -11,27 +10,18 @@ from tests.support import asynchronous
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import relative_error
 from tests.support.models import llama
-from vllm import SamplingParams, envs
-from vllm.v1.capture.consumers.filesystem import read_request
+from vllm import envs
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("captures")
-
-
-@pytest.fixture(scope="module")
-def remote(
-    root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CapturedEngine]:
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CapturedEngine]:
     with asynchronous.allowed(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         envs.disable_envs_cache()
         engine = CapturedEngine(
             llama(tmp_path_factory.mktemp("llama")),
-            capture_consumers=[f"filesystem:root={root}"],
             max_num_batched_tokens=24,
             async_scheduling=True,
         )
@@ -46,37 +36,6 @@ def test_rows_reach_a_ready_instance_here(remote: CapturedEngine) -> None:
     for output in remote.run(prompts, asking("all", max_tokens=6)):
         assert output.capture_results["keeper"].status == "ok"  # type: ignore[attr-defined]
         remote.check(output)
-
-
-def test_files_are_written_there(remote: CapturedEngine, root: Path) -> None:
-    wish = {"request_id": "f", "tag": "t", "hooks": {"post_block": "all"}}
-    params = SamplingParams(
-        max_tokens=4,
-        temperature=0.0,
-        ignore_eos=True,
-        capture={"filesystem": wish | {"positions": "all"}},
-    )
-    (output,) = remote.run([prompt(30, seed=610)], params)
-    result = output.capture_results["filesystem"]  # type: ignore[attr-defined]
-    assert result.status == "ok"
-    fed = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
-    expected = remote.reference.stream(fed)
-    rows = read_request(root, "t", "f")
-    assert len(rows) == 3
-    for tap, found in rows.items():
-        assert relative_error(found, expected[tap]) < 1e-4
-
-
-def test_a_stop_string_ends_the_rows(remote: CapturedEngine) -> None:
-    free = remote.run([prompt(12, seed=7)], asking("all", max_tokens=12))[0]
-    tokenizer = remote.llm.get_tokenizer()
-    ids = list(free.outputs[0].token_ids)
-    stop = tokenizer.decode(ids[:6])[len(tokenizer.decode(ids[:4])) :]
-    asked = asking("all", max_tokens=12, stop=[stop])
-    (output,) = remote.run([prompt(12, seed=7)], asked)
-    assert output.outputs[0].finish_reason == "stop"
-    assert len(output.outputs[0].token_ids) < 12
-    remote.check(output)
 
 
 def test_the_only_request_may_be_aborted(remote: CapturedEngine) -> None:
@@ -96,11 +55,3 @@ def test_the_only_request_may_be_aborted(remote: CapturedEngine) -> None:
     rows = remote.keeper.rows["gone", 0]
     for tap, found in rows.items():
         assert relative_error(found, expected[tap]) < 1e-4
-
-
-def test_a_bad_capture_is_refused_here(remote: CapturedEngine) -> None:
-    bad = asking("all", {"post_block": [7]})
-    with pytest.raises(ValueError, match="layer 7"):
-        remote.run([prompt(5)], bad)
-    (output,) = remote.run([prompt(5, seed=630)], asking("all"))
-    remote.check(output)

@@ -72,11 +72,6 @@ def test_capture_does_not_change_what_is_generated(engine: CapturedEngine) -> No
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
-def test_a_long_prompt_in_chunks_has_all_its_rows(engine: CapturedEngine) -> None:
-    (output,) = engine.run([prompt(150, seed=4)], asking("all", max_tokens=3))
-    engine.check(output)
-
-
 def test_different_layers_at_different_positions(engine: CapturedEngine) -> None:
     hooks = {"blocks.2.hook_resid_pre": None, "resid_post": "0-1"}
     (output,) = engine.run([prompt(40, seed=5)], asking([0, 30, 41], hooks))

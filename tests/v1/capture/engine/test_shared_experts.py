@@ -16,31 +16,18 @@ from tests.support.captured import (
     logprobs_of,
 )
 from tests.support.hf_reference import relative_error
-from tests.support.models import save
+from tests.support.models import SIZES, save
 from vllm import RequestOutput
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WORDS, PROMPT = 256, [5, 9, 3, 77, 21, 8, 40]
 DENSE, SHARED = 96, 48
-SIZES: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def qwen2_moe() -> Any:
     return transformers.Qwen2MoeConfig(
         **SIZES,
-        intermediate_size=DENSE,
         mlp_only_layers=[0],
         shared_expert_intermediate_size=SHARED,
         moe_intermediate_size=32,
@@ -51,8 +38,7 @@ def qwen2_moe() -> Any:
 
 def granite() -> Any:
     return transformers.GraniteMoeSharedConfig(
-        **SIZES,
-        intermediate_size=32,
+        **SIZES | {"intermediate_size": 32},
         shared_intermediate_size=SHARED,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -62,7 +48,6 @@ def granite() -> Any:
 def glm() -> Any:
     return transformers.Glm4MoeConfig(
         **SIZES,
-        intermediate_size=DENSE,
         first_k_dense_replace=1,
         moe_intermediate_size=SHARED,
         n_shared_experts=1,

@@ -18,7 +18,7 @@ from tests.support.captured import (
     asking_logits,
     logprobs_of,
 )
-from tests.support.models import save
+from tests.support.models import SIZES, save
 from vllm import RequestOutput
 from vllm.v1.capture.consumers.filesystem.reader import read_request
 from vllm.v1.capture.errors import CaptureValidationError
@@ -35,23 +35,13 @@ EVERYWHERE = {"streams_pre": "all", "streams_post": "all"}
 class Engine:
     def __init__(self, folder: Path) -> None:
         config = transformers.Gemma3nTextConfig(
-            vocab_size=WORDS,
+            **SIZES,
             vocab_size_per_layer_input=WORDS,
-            hidden_size=WIDTH,
             hidden_size_per_layer_input=16,
-            intermediate_size=96,
-            num_hidden_layers=LAYERS,
             layer_types=["full_attention"] * LAYERS,
             num_kv_shared_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
             laurel_rank=8,
             activation_sparsity_pattern=[0.0] * LAYERS,
-            max_position_embeddings=128,
-            pad_token_id=None,
-            bos_token_id=1,
-            eos_token_id=2,
         )
         self.folder = folder
         self.captured = CapturedEngine(

@@ -88,16 +88,6 @@ def test_what_would_be_the_same_place_is_refused_however_it_is_named(
         taken.reserve({"files": spec(**fields)}, plan)
 
 
-def test_a_name_is_free_again_when_its_request_is_done() -> None:
-    taken, capture = claims(), {"files": spec(request_id="a")}
-    taken.take(capture, "first", plan_of())
-    taken.release("second")
-    with pytest.raises(CaptureValidationError):
-        taken.reserve(capture, plan_of())
-    taken.release("first")
-    taken.reserve(capture, plan_of())
-
-
 def test_a_consumer_may_claim_just_what_specs_name() -> None:
     taken = PathLocks(
         capabilities_of({"files": SimpleNamespace(claims_request_id=True)})
@@ -109,12 +99,6 @@ def test_a_consumer_may_claim_just_what_specs_name() -> None:
     taken.reserve({"files": spec(request_id="a")}, plan_of())
     with pytest.raises(CaptureValidationError, match="'t/a'"):
         taken.reserve(capture, plan_of())
-
-
-def test_consumers_that_name_nothing_take_no_names() -> None:
-    taken, capture = claims(), {"other": spec(request_id="a")}
-    taken.take(capture, "first", plan_of())
-    taken.reserve(capture, plan_of())
 
 
 def test_if_one_name_is_taken_none_of_a_request_is_kept() -> None:

@@ -7,13 +7,6 @@ from vllm.v1.capture.frontend.frontend import refuse_streaming_input
 ASKED = {"inline": {"hooks": {"post_block": [0]}, "positions": "all"}}
 
 
-def test_a_session_that_asks_for_rows_is_refused_with_the_remedy() -> None:
-    with pytest.raises(CaptureValidationError, match="send the whole prompt") as caught:
-        refuse_streaming_input(ASKED, [])
-    assert caught.value.parameter == "capture"
-    assert "inline" in str(caught.value.value)
-
-
 def test_a_session_is_refused_where_every_request_is_captured() -> None:
     with pytest.raises(CaptureValidationError, match="global capture") as caught:
         refuse_streaming_input(None, ["probe"])

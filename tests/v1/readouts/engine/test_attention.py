@@ -10,26 +10,19 @@ import torch
 import transformers
 
 from tests.parity.substitutes import EXACT_GELU
+from tests.support import models
 from tests.support.captured import CapturedEngine, Keeper, prompt
-from tests.support.models import save
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.readouts.results import ReadoutResult
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WORDS, LAYERS, CONTEXT = 1280, 2, 4352
-SIZES: dict[str, Any] = {
+SIZES = models.SIZES | {
     "vocab_size": WORDS,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
     "max_position_embeddings": CONTEXT,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 WINDOW = 24
 KINDS: dict[str, Any] = {
@@ -72,7 +65,7 @@ class Pair:
     def __init__(self, kind: str, folder: Any) -> None:
         self.kind = kind
         torch.manual_seed(0)
-        model = save(KINDS[kind](), folder)
+        model = models.save(KINDS[kind](), folder)
         self.library = transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
         ).eval()
