@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.capture.dispatch.dispatcher import (
     PACKET_BYTES,
+    SEND_BYTES,
     STEPS_AT_ONCE,
     Dispatcher,
     DispatchThread,
@@ -346,10 +347,11 @@ class HeardThread:
 
 
 class Sending:
-    """Steps of one size, with an irrelevant layout."""
+    """Steps of so many decoding requests, with an irrelevant layout."""
 
-    def __init__(self) -> None:
-        self.staging = Staging(RING, 1, torch.float32, torch.device("cpu"))
+    def __init__(self, ring: int = RING, requests: int = 0) -> None:
+        self._decoding = dict.fromkeys(range(requests))
+        self.staging = Staging(ring, 1, torch.float32, torch.device("cpu"))
         self.dispatcher = Dispatcher(self.staging, {})
         self.dispatcher._thread.close(5)
         self.thread: Any = HeardThread(self.staging)
@@ -360,7 +362,7 @@ class Sending:
         self, rows: int = 1, at_once: set[str] | None = None, true: Any = None
     ) -> None:
         segment = self.dispatcher.reserve(rows)
-        layout = SimpleNamespace(blocks=(SimpleNamespace(decoding={}),))
+        layout = SimpleNamespace(blocks=(SimpleNamespace(decoding=self._decoding),))
         placed: Any = SimpleNamespace(layout=layout, shift=self._number)
         step = StagedStep(self._number, placed, segment, true)
         self._number += 1
@@ -373,11 +375,20 @@ def sending() -> Sending:
 
 
 def test_small_steps_leave_together(sending: Sending) -> None:
-    for _ in range(STEPS_AT_ONCE - 1):
+    for _ in range(STEPS_AT_ONCE):
         sending.step()
     assert sending.thread.calls == []
     sending.step()
     assert sending.thread.calls == [STEPS_AT_ONCE, "all"]
+
+
+def test_copies_of_large_steps_are_spread() -> None:
+    """They begin with the next step, behind the tokens sampled from their rows."""
+    rows = SEND_BYTES // 4 // 2
+    sending = Sending(ring=20 * rows, requests=32)
+    for calls in ([], [], [2], [2, 1, "all"]):
+        sending.step(rows)
+        assert sending.thread.calls == calls
 
 
 def test_steps_that_were_sent_for_an_end_count_as_well(sending: Sending) -> None:
@@ -385,13 +396,15 @@ def test_steps_that_were_sent_for_an_end_count_as_well(sending: Sending) -> None
         sending.step()
         if number == 9:
             sending.dispatcher.send()
+    sending.step()
     assert sending.thread.calls == [10, STEPS_AT_ONCE - 10, "all"]
 
 
 def test_an_eighth_of_the_memory_is_enough(sending: Sending) -> None:
     sending.step(RING // 8 - 1)
+    sending.step()
     assert sending.thread.calls == []
-    sending.step(1)
+    sending.step()
     assert sending.thread.calls == [2, "all"]
 
 
@@ -404,6 +417,7 @@ def test_a_reader_of_each_step_gets_only_its_own_rows(sending: Sending) -> None:
 def test_steps_with_assumed_positions_do_not_wait(sending: Sending) -> None:
     starts: Any = TrueStarts
     sending.step(true=starts)
+    sending.step()
     assert sending.thread.calls == [1, "all"]
 
 
