@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of readouts as users get them, joined over steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,8 +142,11 @@ def result_of(
 
 
 def _joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
-    for part in parts:
-        part.unpack()
+    if readout.full:  # Their tokens are on another axis.
+        for part in parts:
+            part.unpack()
+    else:
+        parts = _unpacked(parts)
     result = ReadoutResult(readout.kind, taps=readout.taps)
     kept = [_cut(part, stop) for part in parts if part.start < stop]
     errors = sorted({part.error for part in kept if part.error})
@@ -163,6 +167,44 @@ def _joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> Readou
         errors[MOST_ERRORS:] = [f"and {len(errors) - MOST_ERRORS} more"]
     result.error = "; ".join(errors) or None
     return result
+
+
+def _unpacked(parts: Iterable[ReadoutPart]) -> list[ReadoutPart]:
+    """The parts with their arrays; consecutive single tokens are one part.
+
+    A request has one of these for each token that it generates, and an array for each
+    would take 5 us.
+    """
+    found: list[ReadoutPart] = []
+    for (_, forms), alike in groupby(enumerate(parts), _run_of):
+        own = [part for _, part in alike]
+        if not forms:
+            own[0].unpack()
+            found += own
+            continue
+        arrays = {
+            name: np.frombuffer(
+                b"".join([one.packed[name][2] for one in own]), dtype
+            ).reshape(len(own), *shape[1:])
+            for name, dtype, shape in forms
+        }
+        found.append(ReadoutPart(own[0].name, own[0].start, len(own), arrays))
+    return found
+
+
+def _run_of(numbered: tuple[int, ReadoutPart]) -> tuple[int, object]:
+    """What consecutive packed parts of single tokens have in common.
+
+    Returns:
+        A number, and the name, dtype and shape of each array; none of any other part,
+        which has the number for itself.
+
+    """
+    number, part = numbered
+    if part.count != 1 or part.arrays or part.reduced or part.error:
+        return number, ()
+    forms = [(name, dtype, shape) for name, (dtype, shape, _) in part.packed.items()]
+    return part.start - number, tuple(forms)
 
 
 def _concatenated(arrays: Sequence[Array], axis: int = 0) -> Array:
