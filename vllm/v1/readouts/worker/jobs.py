@@ -181,6 +181,12 @@ class Job:
     part: RowPart | None = None
     """What is read of each row; None for a whole row as wide as the stream."""
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, of all entries, which follow one another."""
+        last = self.entries[-1] if self.entries else None
+        return 0 if last is None else last.first + last.num_rows
+
 
 @dataclass(slots=True)
 class JobSet:
@@ -283,8 +289,6 @@ def _parts(
 
 def _add(job: Job, req_id: str, readout: Readout, start: int, rows: Indices) -> None:
     """Add consecutive positions; `rows` as in `Entry`."""
-    before = job.entries[-1] if job.entries else None
-    first = 0 if before is None else before.first + before.num_rows
     reduced = job.key[0] == "reduce"
-    entry = Entry(req_id, readout, start, len(rows), first, rows, reduced)
+    entry = Entry(req_id, readout, start, len(rows), job.num_rows, rows, reduced)
     job.entries.append(entry)

@@ -92,14 +92,18 @@ def norms(job: Job, rows: torch.Tensor) -> Arrays:
 
     """
     if "before" not in job.kept:
-        found = async_tensor_h2d(_rows_before(job), device=rows.device)
-        job.kept["before"] = found.clamp(min=0), found < 0
+        of_before = _rows_before(job)
+        found = async_tensor_h2d(of_before, device=rows.device)
+        missing = found < 0 if (of_before < 0).any() else None
+        job.kept["before"] = found.clamp(min=0), missing
     before, missing = job.kept["before"]
     wide = rows.float()
     lengths = wide.norm(dim=-1)
-    products = (wide * wide[before]).sum(dim=-1)
-    cosine = products / (lengths * lengths[before])
-    return {"norm": lengths, "cosine": cosine.masked_fill(missing, float("nan"))}
+    products = (wide * wide.index_select(0, before)).sum(dim=-1)
+    cosine = products / (lengths * lengths.index_select(0, before))
+    if missing is not None:
+        cosine = cosine.masked_fill(missing, float("nan"))
+    return {"norm": lengths, "cosine": cosine}
 
 
 def _rows_before(job: Job) -> Indices:

@@ -76,7 +76,7 @@ class Operations:
         """
         _, top_k, tokens, translator = job.key
         error: Exception | None = None
-        count = sum(one.num_rows for one in job.entries)
+        count = job.num_rows
         own = self._head.no_rows(count)
         adapters = self._adapters(job) if self._head.has_adapters else None
         if isinstance(rows, str):

@@ -410,8 +410,7 @@ class WorkerReadouts:
                 except Exception as error:
                     further.append((job, _problem(job, error)))
             elif job.key[0] == "lens":
-                count = sum(entry.num_rows for entry in job.entries)
-                further.append((job, self.head.no_rows(count)))
+                further.append((job, self.head.no_rows(job.num_rows)))
         return [*work, *further]
 
     def _compute(
@@ -493,7 +492,7 @@ class WorkerReadouts:
             self._count(job, len(rows), began)
             return patterns
         found = reduce_rows(job, staging, first_row)
-        self._count(job, sum(entry.num_rows for entry in job.entries), began)
+        self._count(job, job.num_rows, began)
         for entry in job.entries:
             until = entry.start + further + entry.count
             self._requests[entry.req_id].reduced[entry.readout.name] = until
@@ -539,8 +538,7 @@ class WorkerReadouts:
                 except Exception as error:
                     rows = _problem(job, error)
                 else:
-                    count = sum(entry.num_rows for entry in job.entries)
-                    self._count(job, count, began)
+                    self._count(job, job.num_rows, began)
             elif isinstance(rows, dict):
                 result.arrays = rows
             if isinstance(rows, str):
