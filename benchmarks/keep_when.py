@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: with `keep_when` only interesting requests cost disk, and little time.
 
-    python benchmarks/keep_when.py [--model 8b] [--rounds 3] [--out keep_when.json]
+    python benchmarks/keep_when.py [--model 8b] [--rounds 3] [--requests 200 32]
+        [--out keep_when.json]
 
-One engine runs the same batch in turns: `plain`; `read`, which computes the norm that
-decides; `request` and `token`, which capture all positions at all layers to files where
-it fires, in one of 100 requests, whole or with 8 tokens around; and `all`, which writes
-every row. A ratio is to the mean of the `plain` turns beside. Weights are random.
+One engine, which runs up to 128 requests at once, runs a batch of each size in turns:
+`plain`; `read`, which computes the norm that decides; `request` and `token`, which
+capture all positions at all layers to files where it fires, in one of 100 requests (at
+least one), whole or with 8 tokens around; and `all`, which writes every row of the
+first size. A ratio is to the mean of the `plain` turns beside. Weights are random.
 `--device cpu --model tiny --eager` runs without a GPU.
 """
 
@@ -25,7 +27,7 @@ sys.path.append(str(ROOT))  # At the end, as the checkout has a folder `vllm` to
 from benchmarks.harness import reports  # noqa: E402
 from benchmarks.harness.llamas import MODELS, describe, model_folder  # noqa: E402
 
-REQUESTS, PROMPT, GENERATED, WINDOW = 200, 128, 128, 8
+PROMPT, GENERATED, WINDOW = 128, 128, 8
 FIRING = 100
 """One of so many requests fires."""
 NORM = {"kind": "norm", "hooks": {"post_block": [1]}, "positions": "all"}
@@ -43,7 +45,7 @@ class Engine:
         self.folder = Path(tempfile.mkdtemp(dir=options.folder))
         self.layer = MODELS[options.model]["num_hidden_layers"] - 1
         draw = torch.Generator().manual_seed(5)
-        size = options.requests, PROMPT
+        size = max(options.requests), PROMPT
         self.prompts = torch.randint(1000, 30000, size, generator=draw).tolist()
         self.llm = LLM(
             model_folder(options.model),
@@ -57,8 +59,8 @@ class Engine:
             capture_consumers=[f"filesystem:root={self.folder}"],
         )
 
-    def turn(self, mode: str, bound: float) -> dict[str, Any]:
-        """Run the batch once."""
+    def turn(self, mode: str, requests: int, bound: float = 0.0) -> dict[str, Any]:
+        """Run a batch once."""
         from vllm import SamplingParams
 
         norm = NORM | {"hooks": {"post_block": [self.layer]}}
@@ -74,7 +76,7 @@ class Engine:
             readouts=None if mode in ("plain", "all") else {"size": norm},
             capture=None if mode in ("plain", "read") else {"filesystem": spec},
         )
-        prompts = [{"prompt_token_ids": ids} for ids in self.prompts]
+        prompts = [{"prompt_token_ids": ids} for ids in self.prompts[:requests]]
         began = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -100,16 +102,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--requests", type=int, nargs="+", default=[200, 32])
     parser.add_argument("--folder", type=Path, help="Where files are written.")
     parser.add_argument("--out", type=Path, default=Path("keep_when.json"))
     options = parser.parse_args()
     engine = Engine(options)
-    engine.turn("plain", 0.0)
-    norms = engine.turn("read", 0.0)["norms"]
-    firing = max(len(norms) // FIRING, 1)
-    bound = sum(norms[-firing - 1 :][:2]) / 2
-    every = engine.turn("all", bound)
+    first = options.requests[0]
+    every = engine.turn("all", first)
     report: dict[str, Any] = {
         **reports.begun(),
         "gpu": reports.ask_gpu("name"),
@@ -118,18 +117,24 @@ def main() -> None:
     }
     print(f"all: {every['seconds']:.2f} s, {every['bytes']:,} bytes", flush=True)
     turns: dict[str, list[dict[str, Any]]] = {}
-    for _ in range(options.rounds):
-        before = engine.turn("plain", bound)["seconds"]
-        for mode in ("read", "request", "token"):
-            found = engine.turn(mode, bound)
-            after = engine.turn("plain", bound)["seconds"]
+    for requests in options.requests:
+        engine.turn("plain", requests)
+        norms = engine.turn("read", requests)["norms"]
+        firing = max(len(norms) // FIRING, 1)
+        bound = sum(norms[-firing - 1 :][:2]) / 2
+        for mode in ("request", "token"):  # Memory grows with the first of a kind.
+            engine.turn(mode, requests, bound)
+        before = engine.turn("plain", requests)["seconds"]
+        for mode in ("read", "request", "token") * options.rounds:
+            found = engine.turn(mode, requests, bound)
+            after = engine.turn("plain", requests)["seconds"]
             found["ratio"] = (before + after) / 2 / found["seconds"]
-            found["share"] = found["bytes"] / every["bytes"]
+            found["share"] = found["bytes"] * first / requests / every["bytes"]
             before = after
-            turns.setdefault(mode, []).append(found)
+            turns.setdefault(f"{mode}, {requests}", []).append(found)
             print(
                 f"{mode}: {found['ratio']:.3f} of plain, {found['kept']} of "
-                f"{options.requests} kept, {found['share']:.4f} of the bytes",
+                f"{requests} kept, {found['share']:.4f} of the bytes",
                 flush=True,
             )
     report["turns"] = turns
