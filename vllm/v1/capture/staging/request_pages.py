@@ -15,7 +15,7 @@ import torch
 from vllm.v1.residual.row_blocks import Block, LocalGroup, Pick
 from vllm.v1.residual.spans import Spans
 
-LEAST_RUN = 2 << 20
+LEAST_RUN = 512 << 10
 """Bytes of a page per tap from which on a page pays off."""
 
 Place: TypeAlias = tuple[torch.Tensor, int]
