@@ -382,13 +382,16 @@ def test_small_steps_leave_together(sending: Sending) -> None:
     assert sending.thread.calls == [STEPS_AT_ONCE, "all"]
 
 
-def test_copies_of_large_steps_are_spread() -> None:
+def test_copies_of_large_steps_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """They begin with the next step, behind the tokens sampled from their rows."""
     rows = SEND_BYTES // 4 // 2
     sending = Sending(ring=20 * rows, requests=32)
-    for calls in ([], [], [2], [2, 1, "all"]):
+    copied: list[int] = []
+    monkeypatch.setattr(sending.staging, "to_host", lambda own: copied.append(len(own)))
+    for copies in ([], [], [2], [2, 1]):
         sending.step(rows)
-        assert sending.thread.calls == calls
+        assert copied == copies
+    assert sending.thread.calls == [2, 1, "all"]
 
 
 def test_steps_that_were_sent_for_an_end_count_as_well(sending: Sending) -> None:
