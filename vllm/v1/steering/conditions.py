@@ -5,7 +5,6 @@ These records are sent to the engine core and the workers. This module imports n
 torch nor the rest of steering, because `vllm.sampling_params` imports it.
 """
 
-from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -78,11 +77,6 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
             "sharpness": self.sharpness or None,
             "scope": self.scope,
         } | ({"reduce": "mean"} if self.mean else {})
-
-
-def distinct(conditions: Iterable[Condition | None]) -> tuple[Condition, ...]:
-    """The distinct conditions, in order of first occurrence."""
-    return tuple(dict.fromkeys(one for one in conditions if one is not None))
 
 
 _ORDERS = (

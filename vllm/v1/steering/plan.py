@@ -21,7 +21,7 @@ from msgspec import structs
 
 from vllm.v1.residual.spans import Spans, absolute, last_of, selected
 from vllm.v1.residual.tap import Tap
-from vllm.v1.steering.conditions import Condition, distinct
+from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.features import FeatureUse
 
 if TYPE_CHECKING:
@@ -372,7 +372,8 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:
         """The distinct conditions of all operations, in their order."""
-        return distinct(one.details.when for one in self.operations)
+        found = dict.fromkeys(one.details.when for one in self.operations)
+        return tuple(when for when in found if when is not None)
 
     @cached_property
     def carried(self) -> tuple[str, ...]:

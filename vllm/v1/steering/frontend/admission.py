@@ -4,7 +4,7 @@
 After admission nothing can fail because of what the user wrote.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from vllm.v1.steering.errors import SteeringValidationError, fail
-from vllm.v1.steering.frontend.forms import Parts, steering_forms
+from vllm.v1.steering.frontend.forms import Parts, SteeringForm, steering_forms
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import (
@@ -41,7 +41,7 @@ from vllm.v1.steering.spec.parse import (
     parse_vectors,
     together,
 )
-from vllm.v1.steering.spec.scaling import NamedScale, parse_names, scaled
+from vllm.v1.steering.spec.scaling import parse_names, scaled
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -129,7 +129,7 @@ class SteeringAdmission:
         self.shared = SharedVectors()
         self.alone = True
         """Whether this front end has all requests of the server."""
-        self._forms = [form(self) for form in steering_forms()]
+        self._forms: list[SteeringForm] = [form(self) for form in steering_forms()]
 
     def admit(self, params: "SamplingParams", num_prompt: int, resumable: bool) -> None:
         """Replace the user's steering fields by resolved vectors, in place.
@@ -158,10 +158,8 @@ class SteeringAdmission:
         check(tiers, REQUEST_FIELDS)
         if tiers:  # A module alone was checked when it was registered.
             check_sums(tiers, self.model.dtype)
-        names = parse_names(params.steering_name, params.steering_module_ref)
-        if names:
-            tiers = self._with_named(names, tiers)
-            tiers = for_prompt(tiers, num_prompt, names[0].parameter)
+        if params.steering_name is not None or params.steering_module_ref is not None:
+            tiers = self._with_named(params, tiers, num_prompt)
         tiers = self._with_generated(params, tiers, num_prompt)
         if resumable and tiers:
             raise _refused_session(params)
@@ -170,7 +168,7 @@ class SteeringAdmission:
         check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
         taken = max((one.bank_bytes for one in self.shared.possible), default=0)
         check_bank(tiers, self.model.bank_bytes - taken, first)
-        for form in self._forms:
+        for form in self._forms_of(params):
             form.admitted(params)
         for name in given:
             setattr(params, name, None)
@@ -192,7 +190,7 @@ class SteeringAdmission:
         self, params: "SamplingParams", tiers: SteeringTiers, num_prompt: int
     ) -> SteeringTiers:
         """The tiers, with what other forms add at the request's generated tokens."""
-        for form in self._forms:
+        for form in self._forms_of(params):
             for field, written in form.generated(params, tiers).items():
                 for raw, name in written:
                     parsed = {"decode": self._parsed(raw, name)}
@@ -203,9 +201,10 @@ class SteeringAdmission:
         return tiers
 
     def _with_named(
-        self, names: Sequence[NamedScale], tiers: SteeringTiers
+        self, params: "SamplingParams", tiers: SteeringTiers, num_prompt: int
     ) -> SteeringTiers:
         """The sum of the named modules, scaled, and the request's own vectors."""
+        names = parse_names(params.steering_name, params.steering_module_ref)
         alone = len(names) == 1 and names[0].scale == 1.0 and not tiers
         total_tiers = SteeringTiers()
         for name, scale, parameter in names:
@@ -214,7 +213,7 @@ class SteeringAdmission:
         tiers = _add(total_tiers, tiers)
         if not alone:  # A module alone was checked when it was registered.
             check_sums(tiers, self.model.dtype, names[0].parameter)
-        return tiers
+        return for_prompt(tiers, num_prompt, names[0].parameter)
 
     def parse(
         self,
@@ -245,8 +244,18 @@ class SteeringAdmission:
         """What the user wrote, by the field of ours to which it belongs."""
         parts = {name: [(raw, name)] for name, raw in given.items() if raw is not None}
         for form in self._forms:
-            form.translate(parts)
+            if not parts.keys().isdisjoint((*form.request_fields, *form.set_fields)):
+                form.translate(parts)
         return parts
+
+    def _forms_of(self, params: "SamplingParams") -> list[SteeringForm]:
+        """The forms that a request may use: in a conversation any may have stayed."""
+        return [
+            form
+            for form in self._forms
+            if params.conversation_id is not None
+            or any(getattr(params, name) is not None for name in form.request_fields)
+        ]
 
     def prepared(self, params: "SamplingParams") -> "SamplingParams":
         """A copy of a request's parameters whose vectors are parsed.

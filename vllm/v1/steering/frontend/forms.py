@@ -22,7 +22,10 @@ of the field in which it was, for messages."""
 
 
 class SteeringForm(Protocol):
-    """A form; made once for each front end, and called from any thread."""
+    """A form; made once for each front end, and called from any thread.
+
+    It is only called for what has one of its fields, or belongs to a conversation.
+    """
 
     request_fields: tuple[str, ...]
     """Fields of requests that this form adds to ours."""

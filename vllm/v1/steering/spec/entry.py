@@ -331,13 +331,14 @@ def parse_entry(
         spans = parse_positions(raw.get("positions"), where)
     else:
         by_row = row_positions(raw.get("positions"), len(main), where)
+    when = raw.get("when")
     details = Details(
         values.get("strength", 1.0),
         values.get("alpha", 1.0),
         values.get("degrees", 0.0),
         values.get("activation", "identity"),
         packed_arrays(others),
-        parse_when(raw.get("when"), tap, model, f"{at}.when"),
+        None if when is None else parse_when(when, tap, model, f"{at}.when"),
         feature,
     )
     scale = values.get("scale", 1.0)

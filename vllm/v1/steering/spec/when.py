@@ -62,10 +62,8 @@ class _Probe(NamedTuple):
     name: str
 
 
-def parse_when(
-    raw: Any, entry: Tap, model: "SteeredModel", at: str
-) -> Condition | None:
-    """Parse the condition of an entry; None if there is none.
+def parse_when(raw: Any, entry: Tap, model: "SteeredModel", at: str) -> Condition:
+    """Parse the condition of an entry.
 
     Args:
         raw: the value that the user wrote.
@@ -77,8 +75,6 @@ def parse_when(
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    if raw is None:
-        return None
     if not isinstance(raw, Mapping) or "probe" not in raw:
         raise fail(f"{at}: {FORM}", at, raw)
     if unknown := sorted(str(key) for key in raw if key not in KEYS):

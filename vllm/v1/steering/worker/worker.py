@@ -2,7 +2,7 @@
 """Steering in one worker process, as the runner's adapter calls it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import lt
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from vllm.v1.steering.worker.matrix_programs import (
     place_stretches,
     stretches_of,
 )
-from vllm.v1.steering.worker.phase import special_rows
+from vllm.v1.steering.worker.phase import Phase, special_rows
 from vllm.v1.steering.worker.programs import Programs
 from vllm.v1.steering.worker.requests import RequestTokens, tokens_of
 from vllm.v1.steering.worker.stages import StageGates
@@ -244,44 +244,53 @@ class WorkerSteering:
             return self.plan_nothing()
         if self._decoding is not None and self._decoding.continues(view):
             return self._launches
-        self._decoding = None
+        self.plan_nothing()
         pairs = self._rows_of_requests(view.req_ids)
         lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
-        used = set(chain.from_iterable(pairs))
+        used, known = set(chain.from_iterable(pairs)), self.tables.phases
+        phases = {row: known[row] for row in used if row in known}
         filled = self.tables.filled_taps(used)
-        plain = self.tables.phases.keys().isdisjoint(used)
-        rows = None if plain and not filled else token_rows(pairs, lengths, view)
-        self._vectors_of.plan(rows if filled else None)
-        self._launches = self._ops_at(filled)
-        if plain or rows is None:
-            self._programs_of.plan(None)
-        else:
-            self._plan_programs(view, pairs, lengths, rows)
-        requests = [] if plain else tokens_of(view, pairs, lengths)
-        self._held.plan(requests, {} if plain else self.tables.phases)
-        self.doses.plan(requests, {} if plain else self.tables.phases)
-        self._plan_stages(rows, used)
-        own = () if plain else filter(None, map(self.tables.phases.get, used))
-        self._decides = any(phase.decides for phase in own)
-        again = view.only_decodes and not self._held.is_used and not self.doses.is_used
-        if again and not any(map(self._acts_later, requests)):
+        lasts = True
+        if filled or phases:
+            rows = token_rows(pairs, lengths, view)
+            if filled:
+                self._vectors_of.plan(rows)
+                self._launches = self._ops_at(filled)
+            if phases:
+                lasts = self._plan_phases(phases, view, pairs, lengths, rows)
+        if lasts and view.only_decodes:
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             self._decoding = None if of_prompts else Decoding(view)
         return self._launches
 
-    def _plan_stages(
-        self, rows: npt.NDArray[np.int32] | None, used: Iterable[int]
-    ) -> None:
-        phases = self.tables.phases
-        crossings = {
-            row: phases[row].crossing
-            for row in used
-            if row in phases and phases[row].crossing.is_used
-        }
-        if rows is None or not crossings:
-            self._stages.plan_nothing()
-        else:
+    def _plan_phases(
+        self,
+        phases: Mapping[int, Phase],
+        view: StepView,
+        pairs: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
+        rows: npt.NDArray[np.int32],
+    ) -> bool:
+        """Plan what tables do not do; whether the plan holds for the next tokens too.
+
+        Args:
+            phases: those that the step uses, by table row.
+            view: of the step.
+            pairs: table rows of each request.
+            lengths: prompt length of each request, in tokens.
+            rows: `[T]`, the table row of each token.
+
+        """
+        self._plan_programs(view, pairs, lengths, rows)
+        requests = tokens_of(view, pairs, lengths)
+        self._held.plan(requests, phases)
+        self.doses.plan(requests, phases)
+        crossings = {r: p.crossing for r, p in phases.items() if p.crossing.is_used}
+        if crossings:
             self._stages.plan(rows, crossings)
+        self._decides = any(phase.decides for phase in phases.values())
+        again = self._held.is_used or self.doses.is_used
+        return not again and not any(map(self._acts_later, requests))
 
     def _ops_at(self, taps: frozenset[Tap]) -> frozenset[int]:
         if self._last_ops[0] != taps:
