@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -98,6 +99,7 @@ class Bench:
             WIDTH,
             torch.float32,
             torch.device("cpu"),
+            Mock(counters={}),
         )
         with_pages(self.worker._staging, page_every)
         self._names = count()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public data types of capture, for consumers, plug-ins and clients."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -15,9 +16,13 @@ from vllm.v1.residual.row_selection import (
     VllmInternalRequestId as VllmInternalRequestId,
 )
 from vllm.v1.residual.selectors import as_list, parse_positions
+from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.spans import selected
 from vllm.v1.residual.tap import HOOK_NAMES as HOOK_NAMES
 from vllm.v1.residual.tap import HookName as HookName
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 CaptureKey: TypeAlias = tuple[VllmInternalRequestId, int, str]
 """`(request id, layer, hook)`: identifies one sequence of rows."""
@@ -112,3 +117,43 @@ def capture_expert_parallel_size(parallel_config: Any = None) -> int:
         return 1
     ranks = parallel_config.tensor_parallel_size * parallel_config.data_parallel_size
     return int(ranks)
+
+
+def capture_context(
+    vllm_config: "VllmConfig",
+    hook_points: Mapping[int, tuple[str, ...]],
+    request_id: str,
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    num_samples: int = 1,
+) -> CaptureContext:
+    """The context of one request, alike at admission and in a worker.
+
+    Args:
+        vllm_config: the engine's configuration.
+        hook_points: the hook points of each layer of the model, over all stages.
+        request_id: the request's internal id.
+        num_prompt_tokens: of the request.
+        max_tokens: how many tokens the request may generate; None if unlimited.
+        num_samples: `n` of the request.
+
+    """
+    model_config = vllm_config.model_config
+    parallel_config = vllm_config.parallel_config
+    return CaptureContext(
+        vllm_internal_request_id=VllmInternalRequestId(request_id),
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=0,
+        num_hidden_layers=max(hook_points, default=-1) + 1,
+        hidden_size=model_config.get_hidden_size(),
+        element_size_bytes=torch_dtype(vllm_config.model_config).itemsize,
+        tensor_parallel_size=parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=parallel_config.pipeline_parallel_size,
+        max_tokens=max_tokens,
+        hook_points=dict(hook_points),
+        point_shapes=vllm_config.capture_config.point_shapes,
+        missing=vllm_config.capture_config.missing,
+        num_samples=num_samples,
+        expert_parallel_size=capture_expert_parallel_size(parallel_config),
+        data_parallel_size=parallel_config.data_parallel_size,
+    )

@@ -106,10 +106,6 @@ class StepLayout:
         self._groups[req_id] = groups
         self._invalidate(req_id)
 
-    def groups_of(self, req_id: str) -> tuple[LocalGroup, ...]:
-        """The groups of a request that was added."""
-        return self._groups[req_id]
-
     def remove(self, req_id: str) -> None:
         """Remove a request."""
         self._groups.pop(req_id, None)

@@ -216,6 +216,7 @@ class OpenResidualStream(ResidualStream):
             self._acting = self.steps.acting
         if self._capture is None:
             return
+        self._capture.end_reading(finished)
         for new in begun:
             params = new.sampling_params
             if params is not None and params._capture_plan is not None:

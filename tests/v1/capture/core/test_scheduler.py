@@ -11,7 +11,7 @@ from vllm.v1.capture.core.scheduler import (
     cacheable_tokens,
     loadable_tokens,
 )
-from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
+from vllm.v1.residual.capture_plan import READOUTS, CaptureEnd, CapturePlan
 
 PROMPT, END = 6, 20
 
@@ -88,7 +88,7 @@ def test_rows_are_counted_as_long_as_a_step_could_have_too_many(
         rows += plan.rows_in(computed, computed + granted)
     assert scheduling.counts or rows <= budget
     for one in requests:
-        scheduling.forget(one.request_id)
+        scheduling.free(one)
     assert not scheduling.counts
 
 
@@ -97,16 +97,17 @@ def test_requests_without_a_plan_are_not_limited() -> None:
     pooled.sampling_params = None
     scheduling = scheduling_of(0, plain, pooled)
     assert scheduling.limit(plain, 0, 7) == scheduling.limit(pooled, 0, 7) == 7
-    assert not scheduling.forget("r")
+    assert not scheduling.ended("r")
 
 
-def test_a_request_that_was_forgotten_is_not_limited_any_more() -> None:
-    plan = plan_for({"a": {(0, "pre_attn"): ((0, 5),)}}, PROMPT)
-    one = request(plan)
-    scheduling = scheduling_of(2, one)
-    assert scheduling.limit(one, 0, 5) == 2
-    assert scheduling.forget("r") and not scheduling.forget("r")
-    assert scheduling.limit(one, 0, 5) == 5
+def test_a_request_that_finished_is_not_limited_and_has_an_end_if_it_is_taken() -> None:
+    for reader, is_taken in (("a", True), (READOUTS, False)):
+        one = request(plan_for({reader: {(0, "pre_attn"): ((0, 5),)}}, PROMPT))
+        scheduling = scheduling_of(2, one)
+        assert scheduling.limit(one, 0, 5) == 2
+        scheduling.free(one)
+        assert scheduling.limit(one, 0, 5) == 5
+        assert [scheduling.ended("r"), scheduling.ended("r")] == [is_taken, False]
 
 
 @given(plans, st.integers(0, END))

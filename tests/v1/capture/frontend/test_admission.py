@@ -70,7 +70,9 @@ def config(rows_per_step: int = 1000, chunked: bool = True) -> Any:
             enable_expert_parallel=False,
         ),
         model_config=SimpleNamespace(
-            get_hidden_size=lambda: WIDTH, dtype=torch.float32
+            get_hidden_size=lambda: WIDTH,
+            get_vocab_size=lambda: 100,
+            dtype=torch.float32,
         ),
     )
 

@@ -16,8 +16,8 @@ from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
 from vllm.v1.capture.dispatch import dispatcher
-from vllm.v1.residual.capture_plan import CapturePlan, group_taps
-from vllm.v1.residual.spans import Spans
+from vllm.v1.residual.capture_plan import READOUTS, CapturePlan, group_taps
+from vllm.v1.residual.spans import OPEN_END, Spans
 from vllm.v1.residual.tap import Tap
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -44,8 +44,10 @@ class Visit:
 
     def plan(self, drafts: bool) -> CapturePlan:
         prompt = self.life.num_prompt_tokens
-        groups = group_taps(self.want, prompt, LAG if drafts else 0)
-        return msgspec.structs.replace(plan_for(self.want, prompt), groups=groups)
+        # Without consumers it is only read.
+        want = self.want or {READOUTS: dict.fromkeys(TAPS, ((0, OPEN_END),))}
+        groups = group_taps(want, prompt, LAG if drafts else 0)
+        return msgspec.structs.replace(plan_for(want, prompt), groups=groups)
 
     def check(self, found: dict[Any, list[tuple[float, float]]]) -> None:
         for instance, taps in self.want.items():
@@ -121,12 +123,15 @@ def test_requests_that_come_and_go_get_their_rows(
                     (v.name, step.start, step.values) for v, step, _ in event.batch
                 ]
                 bench.step(steps, ahead)
+            bench.worker.end_reading([visit.name for visit in event.go])
             for visit in event.go:
-                bench.end(visit.name, visit.life)
+                if visit.want:
+                    bench.end(visit.name, visit.life)
     found = bench.collect(sum(len(visit.want) for visit in visits))
     for visit in visits:
         visit.check(found)
     assert not found, "rows that nobody asked for"
+    assert not bench.worker._plans and bench.worker.is_idle
     assert not bench.worker._staging.ring._taken
 
 

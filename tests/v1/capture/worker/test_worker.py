@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from tests.v1.capture._simulation import Life, Step, lives, standing
 from tests.v1.capture._sinks import WAIT
@@ -104,9 +103,7 @@ def test_a_step_without_captured_rows_launches_nothing(bench: Bench) -> None:
 
 def test_slots_that_were_cleared_are_written_again(bench: Bench) -> None:
     name, steps = bench.new_name(), 3
-    plan = plan_for({"a": {TAPS[0]: ((0, steps),)}}, 1)
-    plan = structs.replace(plan, reply_to=bench.inbox.address)
-    bench.worker.add_request(name, plan, [1], None)
+    bench.open(name, plan_for({"a": {TAPS[0]: ((0, steps),)}}, 1))
     for position in range(steps):
         bench.step([(name, position, (float(position),))])
         bench.worker.clear_slots()
@@ -141,9 +138,7 @@ def test_a_request_that_no_step_has_seen_is_answered_at_once(bench: Bench) -> No
 def test_a_front_end_hears_of_an_end_once(bench: Bench) -> None:
     name = bench.new_name()
     life = Life(3, (Step(0, (0.0,)),), 0, 1)  # Aborted while the prompt is computed.
-    plan = plan_for({"a": {(0, "pre_attn"): ((0, 3),)}}, 3)
-    plan = structs.replace(plan, reply_to=bench.inbox.address)
-    bench.worker.add_request(name, plan, [1, 2, 3], None)
+    bench.open(name, plan_for({"a": {(0, "pre_attn"): ((0, 3),)}}, 3))
     bench.step([(name, 0, (0.0,))])
     bench.end(name, life)
     assert bench.collect(1) == {(name, "a", (0, "pre_attn")): [(0.0, 0.0)]}
@@ -154,9 +149,7 @@ def test_a_front_end_hears_of_an_end_once(bench: Bench) -> None:
 def test_a_capture_that_is_pending_when_the_engine_stops_is_reported() -> None:
     bench = Bench()
     name = bench.new_name()
-    plan = plan_for({"a": {(0, "pre_attn"): ((0, 10),)}}, 4)
-    plan = structs.replace(plan, reply_to=bench.inbox.address)
-    bench.worker.add_request(name, plan, [0, 1, 2, 3], None)
+    bench.open(name, plan_for({"a": {(0, "pre_attn"): ((0, 10),)}}, 4))
     bench.step([(name, 0, (0.0, 1.0, 2.0, 3.0))])
     bench.worker.close()
     sidecars = []

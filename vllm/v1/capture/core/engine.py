@@ -50,7 +50,7 @@ def end_captures_now(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:
 def _own(core: "EngineCore", ends: Sequence[CaptureEnd]) -> list[CaptureEnd]:
     """The ends of this engine's requests."""
     scheduling: Any = core.scheduler.residual.capture  # type: ignore[attr-defined]
-    return [end for end in ends if scheduling.forget(end.request_id)]
+    return [end for end in ends if scheduling.ended(end.request_id)]
 
 
 def _send(core: "EngineCore", ends: Sequence[CaptureEnd]) -> None:

@@ -101,6 +101,9 @@ class CaptureScheduling:
         self._ends: list[CaptureEnd] = []
         self._plans: dict[str, tuple[CapturePlan, int]] = {}
         """By request: its plan, and the number of its taps."""
+        self._awaited: set[str] = set()
+        """The requests whose end is awaited, because consumers get something of them.
+        """
         self._reforwarded = 0
 
     def add_request(self, request: "Request") -> None:
@@ -112,16 +115,24 @@ class CaptureScheduling:
             if taps > self._most_taps:
                 self._large.add(request.request_id)
                 self.counts = True
+            if plan.lanes:
+                self._awaited.add(request.request_id)
 
-    def forget(self, request_id: str) -> bool:
-        """Remove a request that has ended; whether it was captured by this engine.
+    def free(self, request: "Request") -> None:
+        """Remove a request that has finished in this engine; its end may follow."""
+        self._plans.pop(request.request_id, None)
+        self._large.discard(request.request_id)
+        self.counts = bool(self._large)
+
+    def ended(self, request_id: str) -> bool:
+        """Whether a request whose end has come was captured by this engine.
 
         Under data parallelism every engine receives every end, and only the one that
         had the request may report its result.
         """
-        self._large.discard(request_id)
-        self.counts = bool(self._large)
-        return self._plans.pop(request_id, None) is not None
+        is_own = request_id in self._awaited
+        self._awaited.discard(request_id)
+        return is_own
 
     def new_step(self) -> None:
         """Reset the counts, before a step is scheduled."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from vllm.v1.capture.capabilities import capabilities_of
-from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.core.scheduler import scheduling_lag
 from vllm.v1.capture.errors import (
     CaptureValidationError,
@@ -22,10 +21,7 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.frontend.step_consumers import StepSpecs
 from vllm.v1.capture.selectors import check_range, check_size, check_text, within_reach
-from vllm.v1.capture.types import (
-    CaptureContext,
-    CaptureSpec,
-)
+from vllm.v1.capture.types import CaptureContext, CaptureSpec, capture_context
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.residual.plain_data import plain
@@ -172,7 +168,8 @@ class Admission:
         }
         readouts = self.readouts.plan(params, ctx, keep_when)
         readers = self._readers(params.capture or {}, readouts)
-        readouts = self._steps.added(readouts, ctx)
+        if self._steps:
+            readouts = self._steps.added(readouts, ctx)
         if readouts is not None:
             readouts = replace(readouts, readers=readers)
             wanted[READOUTS] = readouts.staged
@@ -195,6 +192,7 @@ class Admission:
                 live[tap] = merged((*ranges, *live.get(tap, ())))
         if live:
             wanted[LIVE] = live
+        taps = {tap for of_reader in wanted.values() for tap in of_reader}
         plan = CapturePlan(
             client_request_id=request_id,
             num_prompt_tokens=num_prompt_tokens,
@@ -202,7 +200,7 @@ class Admission:
                 wanted,
                 num_prompt_tokens,
                 self._lag,
-                self._widths_of(wanted),
+                other_widths(ctx.point_shapes, taps, ctx.hidden_size),
                 behind_taps,
                 heads,
             ),
@@ -212,14 +210,6 @@ class Admission:
         )
         self._check_budget(plan)
         return plan
-
-    def _widths_of(
-        self, wanted: Mapping[str, Mapping[Tap, Spans]]
-    ) -> dict[Tap, tuple[int, int]]:
-        shapes = self._vllm_config.capture_config.point_shapes
-        width = self._vllm_config.model_config.get_hidden_size()
-        taps = {tap for of_reader in wanted.values() for tap in of_reader}
-        return other_widths(shapes, taps, width) if shapes else {}
 
     def _readers(
         self, capture: Mapping[str, Any], plan: ReadoutPlan | None

@@ -223,7 +223,8 @@ class CaptureFrontend(NoCapture):
             self._live.instances(params),
         )
         if plan is not None:
-            plan = self._requests.claims.reserve(params.capture, plan)
+            if plan.lanes or params.capture:
+                plan = self._requests.claims.reserve(params.capture, plan)
             try:
                 relieve = self._portions.relieve if self._portions else _no_relief
                 self._room.reserve(plan, params.max_tokens, relieve)
@@ -240,6 +241,9 @@ class CaptureFrontend(NoCapture):
         parent = state.parent_req.request_id if state.parent_req else state.request_id
         named = set(params.capture or {})
         with self._requests.lock:
+            sizes = self._room.take(plan, params.max_tokens)
+            if not (plan.lanes or params.capture or sizes):
+                return  # Readouts that no consumer takes come with the outputs.
             tracked = self._requests.begin(
                 parent, state.request_index, state.request_id, plan.instances
             )
@@ -247,7 +251,7 @@ class CaptureFrontend(NoCapture):
             tracked.client_id = state.external_req_id
             tracked.samples[state.request_index].plan = plan if plan.keeping else None
             tracked.waits = any(capabilities[name].waits for name in named)
-            self._requests.hold(parent, self._room.take(plan, params.max_tokens))
+            self._requests.hold(parent, sizes)
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)
             state.residual.capture_id = parent
@@ -269,7 +273,7 @@ class CaptureFrontend(NoCapture):
     def end_request(self, state: "RequestState", finish_reason: str) -> None:
         """Note the end of a sample for its client: a stop, its length or an abort."""
         sample = self._requests.end(state.request_id, finish_reason == "abort")
-        if sample is not None:
+        if sample is not None and sample.instances:
             self._ends.note(state, sample, finish_reason)
             for name, rows in sample.kept.items():
                 self._status.kept(name, rows)

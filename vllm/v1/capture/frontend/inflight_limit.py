@@ -75,8 +75,9 @@ class InflightLimit:
         if LIVE in plan.lanes:
             # Rows of intermediate outputs are held in addition to the result.
             sizes = {name: 2 * size for name, size in sizes.items()}
-        if RESULTS in self.limits and plan.readouts is not None:
-            sizes[RESULTS] = plan.readouts.result_bytes
+        readouts = plan.readouts
+        if RESULTS in self.limits and readouts is not None and readouts.result_bytes:
+            sizes[RESULTS] = readouts.result_bytes
         return sizes
 
     def reserve(
@@ -118,8 +119,10 @@ class InflightLimit:
 
     def take(self, plan: CapturePlan, max_tokens: int | None) -> dict[str, int]:
         """End the reservation of a request that starts; returns its bytes."""
-        self._requests.held.drop(id(plan))
-        return self.bytes_of(plan, max_tokens)
+        sizes = self.bytes_of(plan, max_tokens)
+        if sizes:
+            self._requests.held.drop(id(plan))
+        return sizes
 
     def _check(self, name: str, size: int, live: bool) -> None:
         limit = self.limits[name]

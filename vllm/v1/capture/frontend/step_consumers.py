@@ -61,12 +61,8 @@ class StepSpecs:
                     value=name,
                 )
 
-    def added(
-        self, plan: ReadoutPlan | None, ctx: CaptureContext
-    ) -> ReadoutPlan | None:
+    def added(self, plan: ReadoutPlan | None, ctx: CaptureContext) -> ReadoutPlan:
         """The plan of a request's readouts, with what these consumers see of it."""
-        if not self._specs:
-            return plan
         plan = ReadoutPlan(()) if plan is None else plan
         steps = [self._readout(name, spec, ctx) for name, spec in self._specs.items()]
         return replace(plan, readouts=(*plan.readouts, *steps))

@@ -85,6 +85,8 @@ class RequestPages:
     def place(self, block: Block, pick: Pick) -> Place | None:
         """The page for the rows of a pick; None if they go through the host ring."""
         req_id, group, position, num_rows, _ = pick
+        if req_id not in self._prompts:
+            return None  # Only readouts read its rows, or it has ended.
         filling = self._filling.pop((req_id, group), None)
         if filling is None or not (
             filling.next == position and position + num_rows <= filling.stop
@@ -117,8 +119,6 @@ class RequestPages:
 
     def _end(self, req_id: str, group: int, position: int) -> int:
         """The end of the captured range of prompt tokens that contains `position`."""
-        if req_id not in self._prompts:
-            return 0
         length, groups = self._prompts[req_id]
         for start, stop in groups[group]:
             if start <= position < stop:

@@ -2,7 +2,7 @@
 """`WorkerCapture`, the capture of one worker process, called by the model runner."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -20,7 +20,6 @@ from vllm.v1.capture.capabilities import (
     told_specs,
     truncates,
 )
-from vllm.v1.capture.context import capture_context
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.dispatch.dispatcher import PACKET_BYTES, Dispatcher
@@ -43,12 +42,12 @@ from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage, hand_over
-from vllm.v1.capture.types import CaptureResult
+from vllm.v1.capture.types import CaptureResult, capture_context
 from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CaptureEnd, CapturePlan
 from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.row_blocks import local_groups
+from vllm.v1.residual.row_blocks import LocalGroup, local_groups
 from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout
 from vllm.v1.residual.step_view import StepView, TrueStarts
 from vllm.v1.residual.tap import NO_SHAPES, Shapes, Tap, other_widths
@@ -290,14 +289,16 @@ class WorkerCapture:
             return
         self._plans[req_id] = plan
         try:
-            self._open(req_id, plan, prompt_token_ids, client_specs or {}, max_tokens)
+            groups, prompt = local_groups(plan, self._columns), plan.num_prompt_tokens
+            self._placement.add(req_id, groups)
+            if self._takes_rows:
+                self._reporter.know(plan.reply_to)
+            if plan.lanes:
+                specs = client_specs or {}
+                self._open(req_id, plan, groups, prompt_token_ids, specs, max_tokens)
             if plan.readouts is not None and self.readouts is not None:
                 self.readouts.add_request(
-                    req_id,
-                    plan.readouts,
-                    self._placement.groups_of(req_id),
-                    plan.num_prompt_tokens,
-                    adapter,
+                    req_id, plan.readouts, groups, prompt, adapter
                 )
         except Exception as error:
             logger.exception("The capture of %s could not begin", req_id)
@@ -308,20 +309,18 @@ class WorkerCapture:
         self,
         req_id: str,
         plan: CapturePlan,
+        groups: tuple[LocalGroup, ...],
         prompt_token_ids: Sequence[int] | None,
         client_specs: Mapping[str, Any],
         max_tokens: int | None,
     ) -> None:
-        groups = local_groups(plan, self._columns)
-        self._placement.add(req_id, groups)
+        """Prepare to deliver rows, or results of readouts, of a request."""
         if self._staging.requests is not None:
             self._staging.requests.open(req_id, plan.num_prompt_tokens, groups)
         lanes = plan.lanes
         if not self._at_once.isdisjoint(lanes):
             self._live.add(req_id)
         if self._takes_rows:
-            self._reporter.know(plan.reply_to)
-        if self._takes_rows and (lanes or plan.readouts is None):
             if client_specs:
                 self._tell_specs(req_id, plan, client_specs, max_tokens)
             for name in lanes:
@@ -377,19 +376,34 @@ class WorkerCapture:
         """Stop capturing requests that have ended, and deliver their last rows."""
         ended = []
         for end in ends:
-            self._placement.remove(end.request_id)
-            plan = self._plans.pop(end.request_id, None)
-            failure = self._failures.pop(end.request_id, None)
+            plan = self._plans.get(end.request_id)
+            failure = self._failures.get(end.request_id)
+            self._forget(end.request_id)
             alone = plan is not None and len(plan.lanes) == 1
             answer = partial(self._answer, end.reply_to, end.request_id, alone)
             ended.append((replace(end, error=failure), answer))
             if self._staging.requests is not None:
                 self._staging.requests.close(end.request_id)
             self._live.discard(end.request_id)
-            if self.readouts is not None:
-                self.readouts.remove(end.request_id)
         if self._takes_rows:
             self._dispatcher.end(ended)
+
+    def end_reading(self, finished: Iterable[str]) -> None:
+        """Forget requests of which no consumer gets anything, once they have finished.
+
+        Others wait for their end, which says which of their rows are valid.
+        """
+        for req_id in finished:
+            plan = self._plans.get(req_id)
+            if plan is not None and not plan.lanes:
+                self._forget(req_id)
+
+    def _forget(self, req_id: str) -> None:
+        self._plans.pop(req_id, None)
+        self._failures.pop(req_id, None)
+        self._placement.remove(req_id)
+        if self.readouts is not None:
+            self.readouts.remove(req_id)
 
     @property
     def _is_last_stage(self) -> bool:
@@ -569,15 +583,16 @@ class WorkerCapture:
 
         Captures of requests that have not ended fail.
         """
-        if self._plans:
+        left = {req_id: plan for req_id, plan in self._plans.items() if plan.lanes}
+        if left:
             logger.error(
                 "The engine stops while %d requests are being captured; their captures "
                 "fail: %s",
-                len(self._plans),
-                sorted(self._plans)[:8],
+                len(left),
+                sorted(left)[:8],
             )
         if self._takes_rows:
-            self._dispatcher.end([self._given_up(*one) for one in self._plans.items()])
+            self._dispatcher.end([self._given_up(*one) for one in left.items()])
         deadline = monotonic() + flush_seconds()
         self._dispatcher.close(deadline - monotonic())
         for lane in self._lanes.values():

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.readouts.errors import fail
@@ -16,7 +17,13 @@ from vllm.v1.readouts.frontend.rules import (
 from vllm.v1.readouts.frontend.spec import parse_readout, without_functions
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.residual.plain_data import fault_of, plain
-from vllm.v1.residual.readout_plan import Readout, ReadoutPlan, ReadoutReader, Refusals
+from vllm.v1.residual.readout_plan import (
+    Readout,
+    ReadoutPlan,
+    ReadoutReader,
+    Refusals,
+    StopWhen,
+)
 from vllm.v1.residual.row_selection import CaptureContext
 from vllm.v1.residual.spans import overlap
 
@@ -56,19 +63,17 @@ class ReadoutAdmission:
         known: KnownModules,
         parse_array: ParseArray,
     ) -> None:
-        self._parse_array = parse_array
         config = vllm_config.readout_config
         self.enabled = config.enabled
-        self._max_top_k = config.max_top_k
-        self._refusals = Refusals(**config.refusals)
-        self._optional_points = vllm_config.capture_config.optional_points
-        self._model_config = vllm_config.model_config
         self._known = known
-
-    @property
-    def modules(self) -> dict[str, ModuleInfo]:
-        """A copy of the registered modules, sorted by name."""
-        return self._known.all()
+        self._server = Server(
+            {},  # Those that are registered when a request comes.
+            vllm_config.model_config.get_vocab_size(),
+            config.max_top_k,
+            parse_array,
+            Refusals(**config.refusals),
+            vllm_config.capture_config.optional_points,
+        )
 
     def plan(
         self,
@@ -115,16 +120,17 @@ class ReadoutAdmission:
                 "readouts",
                 raw,
             )
-        server = self._server()
+        server = replace(self._server, modules=self._known.all())
         readouts = []
         for name, spec in raw.items():
             _check_name(name)
             readouts.append(parse_readout(name, spec, ctx, server))
         size = check_size(readouts, params.n or 1, ctx, server.modules)
-        stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
-        params.readouts = without_functions(raw)
+        stops: tuple[StopWhen, ...] = ()
         if params.stop_when is not None:
             params.stop_when = listed_rules(params.stop_when)
+            stops = parse_stops(params.stop_when, readouts, ctx, server.modules)
+        params.readouts = without_functions(raw)
         by_name = {one.name: one for one in readouts}
         keeps = [
             parse_keep_when(instance, raw, by_name, server.modules)
@@ -174,16 +180,6 @@ class ReadoutAdmission:
                     name,
                 )
         return ReadoutReader(consumer, tuple(dict.fromkeys(names)))
-
-    def _server(self) -> Server:
-        return Server(
-            self.modules,
-            self._model_config.get_vocab_size(),
-            self._max_top_k,
-            self._parse_array,
-            self._refusals,
-            self._optional_points,
-        )
 
 
 def check_size(

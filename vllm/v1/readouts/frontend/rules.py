@@ -27,7 +27,7 @@ def parse_stops(
     """Parse `stop_when` and check it against the readouts that it refers to.
 
     Args:
-        raw: one rule or a list of rules as the user wrote them, or None.
+        raw: the value of `listed_rules`.
         readouts: the request's parsed readouts.
         ctx: the request's prompt length and the model's dimensions.
         modules: the registered modules, by name.
@@ -36,17 +36,14 @@ def parse_stops(
         ReadoutValidationError: a rule is invalid.
 
     """
-    if raw is None:
-        return ()
-    stops = listed_rules(raw)
-    if not isinstance(stops, list) or not 0 < len(stops) <= MAX_RULES:
+    if not isinstance(raw, list) or not 0 < len(raw) <= MAX_RULES:
         raise fail(
             'stop_when must be a list such as [{"readout": "my_probe", "above": 0.9}]',
             "stop_when",
             raw,
         )
     by_name = {one.name: one for one in readouts}
-    return tuple(_stop(one, by_name, ctx, modules) for one in stops)
+    return tuple(_stop(one, by_name, ctx, modules) for one in raw)
 
 
 def listed_rules(raw: Any) -> Any:

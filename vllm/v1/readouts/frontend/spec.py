@@ -16,7 +16,6 @@ from vllm.v1.readouts.frontend.entry import Server, Spec
 from vllm.v1.readouts.modules import ACTIVATIONS, MAX_VECTORS
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_float32
-from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.readout_plan import (
     NEVER_AFTER,
     Kind,
@@ -33,12 +32,12 @@ REDUCES: tuple[str, ...] = get_args(Reduce)
 ENTRY_POINTS = "vllm.readouts"
 
 
-def parse_readout(name: str, raw: Any, ctx: CaptureContext, server: Server) -> Readout:
+def parse_readout(name: str, spec: Any, ctx: CaptureContext, server: Server) -> Readout:
     """Parse one entry of `readouts`.
 
     Args:
         name: the entry's name, under which its results are returned.
-        raw: the entry as the user wrote it.
+        spec: the entry as the user wrote it, as plain data.
         ctx: the request's prompt length and the model's dimensions.
         server: modules and limits of this server.
 
@@ -46,7 +45,6 @@ def parse_readout(name: str, raw: Any, ctx: CaptureContext, server: Server) -> R
         ReadoutValidationError: the entry is invalid.
 
     """
-    spec = plain(raw)
     where = f"readouts.{name}"
     if not isinstance(spec, dict) or spec.get("kind") not in KINDS:
         given = spec.get("kind") if isinstance(spec, dict) else spec

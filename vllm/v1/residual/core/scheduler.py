@@ -247,6 +247,7 @@ class Scheduling(NoScheduling):
     def free(self, request: "Request") -> None:
         if request.status != RequestStatus.FINISHED_ERROR:
             share_rest(self._blocks, request)
+        self.capture.free(request)
         self.readouts.forget(request)
         self.steering.release(request)
         self.changed_streams.end(request)
