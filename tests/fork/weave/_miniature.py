@@ -81,20 +81,6 @@ PLAIN = layer(
         return residual + hidden_states
     """
 )
-IN_PLACE = layer(
-    """
-    def forward(self, positions, hidden_states):
-        residual = hidden_states
-        hidden_states = self.ln_1(hidden_states)
-        hidden_states = self.attn(positions, hidden_states)
-        hidden_states += residual
-        residual = hidden_states
-        hidden_states = self.ln_2(hidden_states)
-        output = self.mlp(hidden_states)
-        hidden_states = output + residual
-        return hidden_states
-    """
-)
 SCALED = layer(
     """
     def forward(self, positions, hidden_states):
@@ -167,48 +153,6 @@ FUSED_REDUCE = layer(
             hidden_states, residual, self.norm_b
         )
         hidden_states = self.mlp(hidden_states)
-        return hidden_states, residual
-    """
-)
-MIXER_ONLY = layer(
-    """
-    def forward(self, hidden_states, residual):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.norm_a(hidden_states)
-        else:
-            hidden_states, residual = self.norm_a(hidden_states, residual)
-        hidden_states = self.mamba(hidden_states)
-        return hidden_states, residual
-    """
-)
-MLP_ONLY = MIXER_ONLY.replace("self.mamba(", "self.mlp(")
-EARLY_RETURN = layer(
-    """
-    def forward(self, positions, hidden_states):
-        residual = hidden_states
-        hidden_states = self.ln_1(hidden_states)
-        hidden_states = self.attn(positions, hidden_states)
-        hidden_states = residual + hidden_states
-        residual = hidden_states
-        hidden_states = self.ln_2(hidden_states)
-        if self.use_moe:
-            hidden_states = self.moe(hidden_states)
-            hidden_states = residual + hidden_states
-            return hidden_states
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = residual + hidden_states
-        return hidden_states
-    """
-)
-NO_ADDING_NORM = layer(
-    """
-    def forward(self, positions, hidden_states, residual):
-        residual = hidden_states
-        hidden_states, residual = self.input_norm(hidden_states, residual)
-        attn_out = self.attn(positions, hidden_states)
-        mlp_out = self.mlp(hidden_states)
-        hidden_states = residual + attn_out + mlp_out
         return hidden_states, residual
     """
 )
