@@ -166,7 +166,7 @@ class CopyClock:
 
     def __init__(self) -> None:
         self.seconds: defaultdict[int | None, float] = defaultdict(float)
-        for name in ("_copy_some", "_gather"):
+        for name in ("_copy_by_torch", "_gather"):
             setattr(row_copy, name, partial(self._timed, getattr(row_copy, name)))
 
     def _timed(self, copy: Callable[..., None], *what: Any) -> None:

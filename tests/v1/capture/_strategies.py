@@ -3,8 +3,10 @@
 
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
+from vllm.v1.capture.dispatch.row_buffer import Rows
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.residual.capture_plan import CapturePlan, group_taps
 from vllm.v1.residual.spans import OPEN_END, Spans, spans_of
@@ -71,3 +73,8 @@ def plan_for(want: dict[str, dict[Tap, Spans]], num_prompt_tokens: int) -> Captu
 def positions(ranges_: Spans, end: int) -> list[int]:
     """The positions below `end` in `ranges_`, found by testing each."""
     return [p for p in range(end) if any(a <= p < b for a, b in ranges_)]
+
+
+def rows_of_step(start: int, tensor: torch.Tensor, step: int) -> Rows:
+    """All of `tensor`, `[taps, num_rows, hidden_size]`, computed by one step."""
+    return Rows(start, tensor.shape[1], tensor, 0, step)

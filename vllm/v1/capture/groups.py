@@ -177,7 +177,7 @@ class GroupBatchingSink(GroupSink, BatchingSink):
     ) -> CaptureResult:
         key = (end.request_id, *end.taps[0])
         try:
-            own = {t: ROWS.cat(parts[t], dim=1) for t in parts if t[0] in end.taps}
+            own = {t: ROWS.cat(parts[t]) for t in parts if t[0] in end.taps}
             if not own:
                 width = end.sidecar.get("hidden_size", 0)
                 own = {end.taps: torch.empty(len(end.taps), 0, width)}

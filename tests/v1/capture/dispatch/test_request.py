@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
-from tests.v1.capture._strategies import plan_for, positions, wanted
+from tests.v1.capture._strategies import plan_for, positions, rows_of_step, wanted
 from vllm.v1.capture.dispatch.request import CapturedRequest, never_started
 from vllm.v1.capture.dispatch.row_buffer import Rows
 from vllm.v1.capture.groups import GroupChunk, chunks_in
@@ -104,7 +104,7 @@ def step_rows(
 ) -> list[Rows]:
     assumed = step.start + ahead
     return [
-        Rows.of(
+        rows_of_step(
             start - ahead,
             step.rows(start - ahead, stop - ahead).repeat(taps, 1, 1),
             number,
@@ -269,8 +269,8 @@ def test_chunks_say_where_and_when_their_rows_were_computed() -> None:
     plan = plan_for({"a": {(1, "pre_attn"): ((0, 3),)}}, 3)
     groups = local_groups(plan, {(1, "pre_attn"): 0})
     request = CapturedRequest("r", plan, groups, [1, 2, 3], {}, {}, frozenset())
-    assert request.add(0, Rows.of(0, torch.zeros(1, 2, WIDTH), 5)) == {}
-    added = request.add(0, Rows.of(2, torch.zeros(1, 1, WIDTH), 6))
+    assert request.add(0, rows_of_step(0, torch.zeros(1, 2, WIDTH), 5)) == {}
+    added = request.add(0, rows_of_step(2, torch.zeros(1, 1, WIDTH), 6))
     (chunk,) = chunks_in(added["a"])
     assert chunk.key == ("r", 1, "pre_attn")
     assert (chunk.row_offset, chunk.step_index) == (0, 5)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.v1.capture._simulation import Life, lives, standing, void_after_the_end
-from tests.v1.capture._strategies import positions, ranges
+from tests.v1.capture._strategies import positions, ranges, rows_of_step
 from vllm.v1.capture.dispatch.row_buffer import (
     GATHERED,
     Piece,
@@ -140,7 +140,7 @@ STEPS = count()
 def rows_at(start: int, *values: float, step: int | None = None) -> Rows:
     """Rows of a separate step, or of the given step."""
     tensor = torch.tensor([[[value] for value in values]])
-    return Rows.of(start, tensor, next(STEPS) if step is None else step)
+    return rows_of_step(start, tensor, next(STEPS) if step is None else step)
 
 
 def delivered(handed: list[Rows]) -> list[tuple[int, float]]:
@@ -207,7 +207,8 @@ def test_selected_rows_are_handed_on_once_and_in_order(
     ledger, handed = RowLedger(), []
     for number, step in enumerate(life.steps):
         for start, stop in overlap(wanted, step.start, step.start + len(step.values)):
-            handed += ledger.add(Rows.of(start, step.rows(start, stop)[None], number))
+            rows = step.rows(start, stop)[None]
+            handed += ledger.add(rows_of_step(start, rows, number))
     handed += ledger.finish(life.stop)
     counted = [pair for pair in delivered(handed) if pair[0] < life.stop]
     expected = [(p, float(p)) for p in standing(life, positions(wanted, life.stop))]
@@ -223,6 +224,6 @@ def test_without_an_early_end_nothing_that_is_void_is_handed_on(life: Life) -> N
     for number, step in enumerate(void_after_the_end(life)):
         if step.start < life.stop:
             rows = step.rows(step.start, step.start + len(step.values))
-            handed += ledger.add(Rows.of(step.start, rows[None], number))
+            handed += ledger.add(rows_of_step(step.start, rows[None], number))
     handed += ledger.finish(life.stop)
     assert all(value == position for position, value in delivered(handed))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled copy and torch's copy give the same result."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,6 @@ from vllm.v1.capture.memory.row_copy import (
     RowCopy,
     copy_all,
     copy_rows,
-    in_parallel,
-    shares,
 )
 from vllm.v1.residual import native
 
@@ -30,9 +27,7 @@ def copying_threads(number: int) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_copy, "num_threads", lambda: number)
         patch.setattr(row_copy, "PIECE_BYTES", 16)
-        row_copy._pool.cache_clear()
         yield patch
-    row_copy._pool.cache_clear()
 
 
 @st.composite
@@ -80,48 +75,22 @@ def test_rows_that_would_overlap_are_refused() -> None:
 
 
 @given(
-    st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 7)),
-    st.permutations([0, 1, 2]),
+    st.tuples(st.integers(1, 4), st.integers(1, 5)),
+    st.permutations([0, 1]),
+    st.sampled_from([torch.bfloat16, torch.float32]),
     st.integers(1, 5),
 )
 def test_any_order_of_rows_is_copied_by_any_number_of_threads(
-    shape: tuple[int, int, int], order: list[int], threads: int
+    shape: tuple[int, int], order: list[int], dtype: torch.dtype, threads: int
 ) -> None:
+    """Those of another dtype are converted, as by torch."""
     with copying_threads(threads):
-        source = torch.randn(*shape, 6).to(torch.bfloat16).permute(*order, 3)
-        target = torch.zeros(source.shape, dtype=torch.bfloat16)
+        source = torch.randn(*shape, 6).to(torch.bfloat16).permute(*order, 2)
+        target = torch.zeros(source.shape, dtype=dtype)
         copy_all([(target, source)])
-        assert torch.equal(target, source)
+        assert torch.equal(target, source.to(dtype))
         again = [torch.zeros_like(target) for _ in range(3)]
         copy_all([(one, source) for one in again])
-        assert all(torch.equal(one, source) for one in again)
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 60))
-def test_threads_get_about_equal_shares(rows: list[int], size: int) -> None:
-    copies = [(torch.zeros(1, n, 2).byte(), torch.zeros(1, n, 2).byte()) for n in rows]
-    parts = shares(copies, size)
-    lengths = [sum(target.nbytes for target, _ in part) for part in parts]
-    assert sum(lengths) == 2 * sum(rows)
-    assert all(size <= length for length in lengths[:-1])
-    largest = max(target.nbytes for part in parts for target, _ in part)
-    assert largest <= size + 2 and all(length < size + largest for length in lengths)
-
-
-def test_a_failure_waits_for_the_other_tasks() -> None:
-    """They may use what the caller frees then."""
-    ended = []
-
-    def fail() -> None:
-        raise OSError("no memory")
-
-    def slow() -> None:
-        time.sleep(0.1)
-        ended.append(True)
-
-    with copying_threads(3):
-        for tasks in ([fail, slow, slow], [slow, fail, slow]):
-            ended.clear()
-            with pytest.raises(OSError, match="no memory"):
-                in_parallel(tasks)
-            assert len(ended) == 2
+        assert all(torch.equal(one, target) for one in again)
+        copy_all([(one[0], 2 * source[0]) for one in again])
+        assert all(torch.equal(one[0], 2 * target[0]) for one in again)

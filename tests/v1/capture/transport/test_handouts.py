@@ -3,6 +3,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,21 @@ def test_no_memory_means_that_the_answer_is_sent_as_usual(
     monkeypatch.setattr(handouts.os, name, full)
     assert made.make([part(0), part(1)]) is None
     assert made.held_bytes == 0 and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_failure_waits_for_the_other_tasks() -> None:
+    """They may use what the caller frees then."""
+    ended = []
+
+    def fail() -> None:
+        raise OSError("no memory")
+
+    def slow() -> None:
+        time.sleep(0.1)
+        ended.append(True)
+
+    for tasks in ([fail, slow, slow], [slow, fail, slow]):
+        ended.clear()
+        with pytest.raises(OSError, match="no memory"):
+            handouts.in_parallel(tasks)
+        assert len(ended) == 2

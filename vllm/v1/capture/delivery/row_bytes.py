@@ -24,7 +24,7 @@ def raw_bytes(rows: torch.Tensor) -> memoryview:
 
 def write_all(
     file: int, buffers: Iterable[Bytes], max_bytes: int, offset: int = 0
-) -> int:
+) -> None:
     """Write buffers consecutively to an open file with `pwritev(2)`.
 
     Args:
@@ -33,29 +33,24 @@ def write_all(
         max_bytes: maximum bytes per system call; larger buffers are split.
         offset: where in the file to start.
 
-    Returns:
-        The number of bytes written, that of all buffers.
-
     Raises:
         OSError: the write failed; some bytes may be written.
 
     """
-    end = offset
     batch: list[memoryview] = []
     size = 0
     for buffer in buffers:
         view = memoryview(buffer)
         if batch and (size + len(view) > max_bytes or len(batch) == _MAX_BUFFERS):
-            end += _write_batch(file, batch, end)
+            offset += _write_batch(file, batch, offset)
             batch, size = [], 0
         while len(view) > max_bytes:
-            end += _write_batch(file, [view[:max_bytes]], end)
+            offset += _write_batch(file, [view[:max_bytes]], offset)
             view = view[max_bytes:]
         batch.append(view)
         size += len(view)
     if batch:
-        end += _write_batch(file, batch, end)
-    return end - offset
+        _write_batch(file, batch, offset)
 
 
 def _write_batch(file: int, batch: list[memoryview], offset: int) -> int:
@@ -94,7 +89,7 @@ def read_rows(
 
 def write_scattered(
     file: int, addresses: npt.NDArray[np.uint64], size: int, offset: int
-) -> int:
+) -> None:
     """Write pieces of memory consecutively to an open file, up to 1024 per call.
 
     Args:
@@ -102,9 +97,6 @@ def write_scattered(
         addresses: of the pieces; the caller keeps the memory alive.
         size: bytes of each piece.
         offset: where in the file to start.
-
-    Returns:
-        The number of bytes written.
 
     Raises:
         OSError: the write failed; some bytes may be written.
@@ -123,7 +115,6 @@ def write_scattered(
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
         done += written
-    return done
 
 
 _pwritev = ctypes.CDLL(None, use_errno=True).pwritev64

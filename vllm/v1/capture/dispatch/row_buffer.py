@@ -43,11 +43,6 @@ class Rows(NamedTuple):
     step_before: int | None = None
     """The step of the row before it, if each row is of a step of its own."""
 
-    @classmethod
-    def of(cls, start: int, tensor: torch.Tensor, step: int) -> "Rows":
-        """All of `tensor`, `[taps, num_rows, hidden_size]`."""
-        return cls(start, tensor.shape[1], tensor, 0, step)
-
     @property
     def stop(self) -> int:
         """The position after that of the last row."""
@@ -307,4 +302,4 @@ def joined(parts: list[Rows]) -> torch.Tensor:
             rows = last.num_rows + part.num_rows
             part = Rows(last.start, rows, last.memory, last.first, part.step)
         pieces.append(part)
-    return ROWS.cat([piece.tensor for piece in pieces], dim=1)
+    return ROWS.cat([piece.tensor for piece in pieces])

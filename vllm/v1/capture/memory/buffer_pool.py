@@ -145,19 +145,19 @@ class RowMemory:
         taken = slab.extents, start, size
         return lent(memory, self._slabs.returned.append, taken).view(dtype)
 
-    def cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """`torch.cat` into memory of the pool; a view if the parts are adjacent.
+    def cat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """`torch.cat` of rows into memory of the pool; a view if they are adjacent.
 
         The rows of a prompt that was computed in several steps are, so that the join
         of a long prompt costs nothing.
         """
-        whole = adjacent(parts, dim)
+        whole = adjacent(parts)
         if whole is not None:
             return whole
-        shape = list(parts[0].shape)
-        shape[dim] = sum(part.shape[dim] for part in parts)
+        shape, counts = list(parts[0].shape), [part.shape[-2] for part in parts]
+        shape[-2] = sum(counts)
         joined = self.empty(shape, parts[0].dtype)
-        targets = joined.split([part.shape[dim] for part in parts], dim)
+        targets = joined.split(counts, -2)
         copy_all(list(zip(targets, parts)))
         return joined
 
@@ -200,12 +200,11 @@ class RowMemory:
         return False
 
 
-def adjacent(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+def adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The parts as one view, if each directly follows the one before in memory.
 
     Args:
-        parts: at least one; tensors of equal shapes except for the length of `dim`.
-        dim: the dimension along which they are joined.
+        parts: at least one; rows `[..., rows, width]`, of equal shapes but for `rows`.
 
     Returns:
         A view of their common storage; None if they need a copy.
@@ -224,9 +223,9 @@ def adjacent(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None
             or part.untyped_storage().data_ptr() != storage
         ):
             return None
-        after += part.shape[dim] * strides[dim] * part.itemsize
+        after += part.shape[-2] * strides[-2] * part.itemsize
     shape = list(first.shape)
-    shape[dim] = sum([part.shape[dim] for part in parts])
+    shape[-2] = sum([part.shape[-2] for part in parts])
     return first.as_strided(shape, strides)
 
 

@@ -2,23 +2,20 @@
 """Copies of rows on the host: out of staging memory, and into larger tensors.
 
 The rows of many requests leave staging memory in a single call of the native library,
-on its own threads and without the GIL. Without the library torch is used, at ten times
-the cost per request.
+on its own threads and without the GIL. One core copies a few GB/s, which is less than
+the rate of a prompt's rows. Without the library torch is used, at ten times the cost
+per request, and on one thread, to which upstream limits it while serving.
 
-Torch copies on several threads if much is copied: one core copies a few GB/s, which is
-less than the rate of a prompt's rows, and upstream limits torch to one thread while
-serving. Each call of torch releases the GIL. The engine's thread is delayed by every
-time another thread takes it back, so copies are batched into as few calls as possible.
+The engine's thread is delayed by every time another thread takes the GIL back, so
+copies are batched into as few calls as possible.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import available_cpu_count
 from vllm.v1.residual.native import library
 
@@ -47,7 +44,7 @@ def copy_rows(copies: Sequence[RowCopy]) -> None:
     if not copies:
         return
     if library() is None:
-        copy_all([as_tensors(copy) for copy in copies])
+        _copy_by_torch([as_tensors(copy) for copy in copies])
         return
     by_width: dict[int, list[Numbers]] = {}
     for copy in copies:
@@ -89,72 +86,42 @@ PIECE_BYTES = 2 << 20
 """Minimum number of bytes per thread."""
 
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""`(target, source)` of equal shapes `[..., hidden_size]`."""
+"""`(target, source)` of equal shapes `[..., rows, width]`, up to three axes."""
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Do all copies, with a single call of torch per thread.
+    """Do all copies; the rows of the targets are contiguous, and all of one width.
 
-    Between two calls the GIL would change hands, which delays the engine's thread.
+    For what one thread copies, torch takes less time per tensor.
     """
     total = sum([target.nbytes for target, _ in copies])
-    count = threads_for(total)
-    if count < 2:
-        _copy_some(copies)
+    if (
+        threads_for(total) < 2
+        or library() is None
+        or any(one.dtype != to.dtype or one.stride(-1) != 1 for to, one in copies)
+    ):
+        _copy_by_torch(copies)
         return
-    in_parallel(
-        [partial(_copy_share, share) for share in shares(copies, cdiv(total, count))]
+    numbers = [_numbers_of(target, source) for target, source in copies]
+    target = copies[0][0]
+    _gather(numbers, target.shape[-1] * target.itemsize)
+
+
+def _numbers_of(target: torch.Tensor, source: torch.Tensor) -> Numbers:
+    taps = len(target) if target.dim() == 3 else 1
+    size = target.itemsize
+    return (
+        target.data_ptr(),
+        target.stride(0) * size,
+        source.data_ptr(),
+        source.stride(0) * size,
+        source.stride(-2) * size,
+        taps,
+        target.shape[-2],
     )
 
 
-def in_parallel(tasks: Sequence[Callable[[], object]]) -> None:
-    """Run tasks on as many threads; one of them is the caller's.
-
-    Args:
-        tasks: as many as `threads_for` returns, or less.
-
-    """
-    first, *others = tasks
-    futures = [_pool().submit(task) for task in others]
-    try:
-        first()
-    finally:
-        wait(futures)
-    for future in futures:
-        future.result()
-
-
-def shares(copies: Sequence[Copy], size: int) -> list[list[Copy]]:
-    """Divide copies into parts of about `size` bytes; larger copies are split."""
-    parts: list[list[Copy]] = []
-    left = 0
-    for copy in copies:
-        for piece in [copy] if copy[0].nbytes <= size else cut(copy, size):
-            if left <= 0:
-                parts.append([])
-                left = size
-            parts[-1].append(piece)
-            left -= piece[0].nbytes
-    return parts
-
-
-def cut(copy: Copy, size: int) -> list[Copy]:
-    """Split a copy along its longest axis into pieces of at most about `size` bytes."""
-    target, source = copy
-    lengths = target.shape[:-1]
-    axis = max(range(len(lengths)), key=lengths.__getitem__)
-    pieces = min(cdiv(target.nbytes, size), lengths[axis])
-    return list(
-        zip(target.tensor_split(pieces, axis), source.tensor_split(pieces, axis))
-    )
-
-
-def _copy_share(share: list[Copy]) -> None:
-    _copy_some(share)
-    share.clear()  # The pool's thread may keep it longer than the caller waits.
-
-
-def _copy_some(copies: Sequence[Copy]) -> None:
+def _copy_by_torch(copies: Sequence[Copy]) -> None:
     if copies:
         targets, sources = zip(*copies)
         torch._foreach_copy_(targets, sources)
@@ -169,8 +136,3 @@ def threads_for(num_bytes: int) -> int:
 def num_threads() -> int:
     """The maximum number of copying threads: a quarter of the cores, from 1 to 6."""
     return max(1, min(MOST_THREADS, available_cpu_count() // 4))
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(num_threads() - 1, 1), "capture-copy")

@@ -14,9 +14,10 @@ each thread has a file of its own.
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from secrets import token_urlsafe
 from time import monotonic
 from typing import Any
@@ -25,7 +26,7 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.memory.row_copy import in_parallel, threads_for
+from vllm.v1.capture.memory.row_copy import num_threads, threads_for
 from vllm.v1.capture.transport.parts import Part
 
 logger = init_logger(__name__)
@@ -160,6 +161,28 @@ def _written(parts: Sequence[Part], size: int) -> tuple[File, ...]:
             os.close(file.number)
         raise
     return tuple(files)
+
+
+def in_parallel(tasks: Sequence[Callable[[], object]]) -> None:
+    """Run tasks on as many threads; one of them is the caller's.
+
+    Args:
+        tasks: as many as `threads_for` returns, or less.
+
+    """
+    first, *others = tasks
+    futures = [_pool().submit(task) for task in others]
+    try:
+        first()
+    finally:
+        wait(futures)
+    for future in futures:
+        future.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(num_threads() - 1, 1), "capture-copy")
 
 
 def shared_out(parts: Sequence[Part], count: int) -> list[list[Part]]:

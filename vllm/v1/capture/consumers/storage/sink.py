@@ -411,15 +411,14 @@ class Executor:
                 thread.start()
         return True
 
-    def close(self, timeout: float) -> bool:
-        """Run the queued tasks and stop; False if that takes more than `timeout` s."""
+    def close(self, timeout: float) -> None:
+        """Run the queued tasks, for `timeout` seconds at most, and stop."""
         deadline = monotonic() + timeout
         for _ in self._threads:
             with suppress(Full):
                 self._tasks.put(None, timeout=max(deadline - monotonic(), 0.0))
         for thread in self._threads:
             thread.join(max(deadline - monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
