@@ -7,9 +7,11 @@ all steps that computed it are there, and its hash names what acted at its token
 Until then its hash is the request's own.
 
 Without this no generated block is shared while a consumer within the step might act,
-so that each turn of a conversation computes the answers before it again: with an idle
-one the next turn hits all of its full blocks, where it hit none. The time that this
-saves was not measured alone.
+so that each turn of a conversation computes the answer before it again. Turns of 40
+tokens after answers of 256, with an idle consumer (12 layers, 768 wide, on one core of
+a CPU, blocks of 32 tokens; three pairs in one run): a turn computes 48 to 72 tokens
+where it computed 296 to 320, its first token comes after 0.28 s instead of 1.00 to
+1.04, and four turns take 34 s instead of 38.
 """
 
 from dataclasses import dataclass, field
