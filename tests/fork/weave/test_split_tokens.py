@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose tokens are split over tensor-parallel ranks."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -85,28 +84,6 @@ BEGINS_RULE = Rule(
     ),
 )
 
-CALL = re.compile(r"\(residual_tap\.(\w+) if (\S+) else residual_tap\.(\w+)\)")
-
-
-@pytest.mark.parametrize(
-    ("source", "rule"), [(SHARES, RULE), (BEGINS, BEGINS_RULE)], ids=["all", "begins"]
-)
-def test_the_layers_own_condition_says_whether_a_point_has_a_share(
-    monkeypatch: pytest.MonkeyPatch, source: str, rule: Rule
-) -> None:
-    result = weave_with(monkeypatch, source, {KEY: rule})
-    assert result.problems == ()
-    assert result.layers[0].points == (*POINTS, "attn_add", "mlp_add")
-    assert result.layers[0].unless == ()
-    entering = rule.split["pre_attn"]
-    assert [found.groups() for found in CALL.finditer(result.source or "")] == [
-        ("split_pair", entering, "pair"),
-        *[
-            (f"split_{method}", "self.shares", method)
-            for method in ("value", "pair", "value", "value", "value", "pair")
-        ],
-    ]
-
 
 def test_statements_may_follow_the_last_point(monkeypatch: pytest.MonkeyPatch) -> None:
     call = "residual_tap.lone_token(self, num_tokens, hidden_states, residual)"
@@ -117,27 +94,6 @@ def test_statements_may_follow_the_last_point(monkeypatch: pytest.MonkeyPatch) -
     before, _, behind = (result.source or "").partition(f"residual = {call}\n")
     assert '"post_block"' in before.splitlines()[-3]
     assert behind.strip() == "return hidden_states, residual"
-
-
-def test_a_share_is_no_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = "fused_allreduce_rms_norm(hidden_states, residual, self.norm_a)"
-    source = SHARES.replace(
-        "        else:\n",
-        f"""        elif not self.shares:
-            hidden_states, residual = {fused}
-        else:
-""",
-    ).replace(
-        "        hidden_states, residual = self.norm_b(hidden_states, residual)",
-        f"""        if self.shares:
-            hidden_states, residual = self.norm_b(hidden_states, residual)
-        else:
-            hidden_states, residual = {fused}""",
-    )
-    result = weave_with(monkeypatch, source, {KEY: RULE})
-    assert result.problems == ()
-    calls = [found.groups() for found in CALL.finditer(result.source or "")]
-    assert calls[0] == calls[-1] == ("split_pair", "self.shares", "partial")
 
 
 def without(point: str) -> Rule:
