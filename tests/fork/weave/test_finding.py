@@ -30,22 +30,9 @@ class Model(nn.Module):
 {model}
 """
 NAMING = {
-    "a local function": """
-    def __init__(self):
-        def get_layer(prefix):
-            return Rung(prefix)
-
-        _, _, self.layers = make_layers(3, get_layer, prefix="layers")
-""",
     "a parameter's default": """
     def __init__(self, layer_type: type = Rung):
         self.layers = make_layers(3, lambda prefix: layer_type(prefix))
-""",
-    "an attribute": """
-    block_cls: type = Rung
-
-    def __init__(self):
-        self.layers = make_layers(3, lambda prefix: self.block_cls(prefix))
 """,
     "a table": """
     def __init__(self, config):
@@ -68,11 +55,6 @@ KINDS = {"a": Rung}
 @pytest.mark.parametrize("model", NAMING.values(), ids=NAMING)
 def test_the_model_names_its_layer(model: str) -> None:
     assert decoder_layers(MODULE.format(name="Rung", model=model)) == ["Rung"]
-
-
-def test_a_name_is_enough() -> None:
-    source = MODULE.format(name="RungDecoderLayer", model="    pass")
-    assert decoder_layers(source) == ["RungDecoderLayer"]
 
 
 def test_a_class_that_is_only_mentioned_is_none() -> None:
