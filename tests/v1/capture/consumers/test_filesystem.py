@@ -232,6 +232,9 @@ def test_wrong_parameters_name_themselves(
     [
         {"request_id": "../x"},
         {"request_id": "/x"},
+        {"request_id": ".."},
+        {"request_id": ""},
+        {"tag": "a/../../b"},
         {"tag": ".incomplete"},
         {"tag": ""},
         {"layout": "tar"},

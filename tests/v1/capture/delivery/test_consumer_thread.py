@@ -125,19 +125,6 @@ def test_an_answer_that_raises_does_not_stop_the_lane(lanes: Lanes) -> None:
     assert end(lane, answers, key("second")).status == "ok"
 
 
-def test_what_the_framework_found_missing_is_an_error(lanes: Lanes) -> None:
-    lane, answers = lanes(RecordingSink()), Answers()
-    result = end(lane, answers, key(), capture_error="only 1 of 2 rows arrived")
-    assert (result.status, result.error) == ("error", "only 1 of 2 rows arrived")
-
-
-def test_a_note_makes_a_result_partial(lanes: Lanes) -> None:
-    lane, answers = lanes(RecordingSink()), Answers()
-    result = end(lane, answers, key(), capture_note="aborted")
-    assert (result.status, result.error) == ("partial_error", "aborted")
-    assert result.payload == [0]
-
-
 def test_a_sink_that_never_has_a_result_costs_a_request_one_timeout(
     lanes: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
