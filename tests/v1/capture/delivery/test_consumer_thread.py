@@ -193,6 +193,13 @@ def test_closing_gives_up_on_a_sink_that_hangs() -> None:
     sink.let_go.release()
 
 
+def test_a_shutdown_that_raises_is_contained(monkeypatch: pytest.MonkeyPatch) -> None:
+    escaped: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", escaped.append)
+    SinkLane("test", RecordingSink("shutdown"), 1 << 20, 100).close(WAIT)
+    assert not escaped
+
+
 def test_a_consumer_gets_all_rows_of_a_key_at_once(lanes: Lanes) -> None:
     consumer = KeepingConsumer()
     lane, answers = lanes(BatchingSink(consumer)), Answers()
