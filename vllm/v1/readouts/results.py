@@ -192,7 +192,9 @@ def _unpacked(parts: Iterable[ReadoutPart]) -> list[ReadoutPart]:
     return found
 
 
-def _run_of(numbered: tuple[int, ReadoutPart]) -> tuple[int, object]:
+def _run_of(
+    numbered: tuple[int, ReadoutPart],
+) -> tuple[int, tuple[tuple[str, str, tuple[int, ...]], ...]]:
     """What consecutive packed parts of single tokens have in common.
 
     Returns:
