@@ -97,7 +97,7 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "receipts": (PendingDoses, "collect", "steered"),
     "fired": (FiredCounts, "collect", ""),
     "capture's plan": (StepLayout, "place", "captured"),
-    "capture's beginning": (WorkerCapture, "_open", "read"),
+    "capture's beginning": (WorkerCapture, "_open", "captured"),
     "slots": (SlotMapping, "write", "captured"),
     "reserving": (Dispatcher, "reserve", "captured"),
     "sending": (Dispatcher, "add", "captured"),
