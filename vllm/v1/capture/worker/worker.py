@@ -544,7 +544,7 @@ class WorkerCapture:
         self._slots.clear()
 
     def end_step(self, attention: Any = None) -> None:
-        """Called after the forward pass is queued on the device: offload its rows.
+        """Called after the forward pass is queued on the device: read and add its rows.
 
         Args:
             attention: upstream's metadata, by name of the attention layer.
