@@ -61,9 +61,9 @@ class Dispatcher:
     """Sends steps and the ends of requests to the dispatch thread.
 
     Used on the engine's thread only. `send` copies the rows of several steps to the
-    host at once. They wait there until `hand_on`, or until their requests end. Either
-    is done when the next step begins, so that rows leave the device behind the tokens
-    that were sampled from them.
+    host at once. They wait there until `hand_on`, or until their requests end. Unless
+    a request ends, or a consumer wants the rows of each step, either is done when the
+    next step begins: rows leave the device behind the tokens sampled from them.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class Dispatcher:
         self._thread = DispatchThread(staging, lanes, packet_bytes)
         self._unsent: list[StagedStep] = []
         """Steps whose rows are not being copied yet."""
+        self._unsent_rows = 0
+        """Number of rows of these steps."""
         self._sent: list[Arrival] = []
         """Steps that go to the thread with its next work: it is woken only then."""
         self._steps = 0
@@ -106,7 +108,7 @@ class Dispatcher:
         ring = self._staging.ring
         if self._is_due:
             self.hand_on()
-        elif sum([step.segment.num_rows for step in self._unsent]) >= self._send_rows:
+        elif self._unsent_rows >= self._send_rows:
             self.send()
         segment = ring.reserve(num_rows, timeout=0.0)
         if segment is None:
@@ -130,6 +132,7 @@ class Dispatcher:
             return
         self._unsent.append(step)
         self._steps += 1
+        self._unsent_rows += step.segment.num_rows
         self._rows += step.segment.num_rows
         self._is_due = (
             self._is_due
@@ -167,6 +170,7 @@ class Dispatcher:
         if not self._unsent:
             return
         steps, self._unsent = self._unsent, []
+        self._unsent_rows = 0
         try:
             copied = self._staging.to_host([step.segment for step in steps])
         except Exception:
