@@ -4,7 +4,7 @@
 After admission nothing can fail because of what the user wrote.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -160,7 +160,8 @@ class SteeringAdmission:
             check_sums(tiers, self.model.dtype)
         if params.steering_name is not None or params.steering_module_ref is not None:
             tiers = self._with_named(params, tiers, num_prompt)
-        tiers = self._with_generated(params, tiers, num_prompt)
+        forms = self._forms_of(params)
+        tiers = self._with_generated(forms, params, tiers, num_prompt)
         if resumable and tiers:
             raise _refused_session(params)
         first = _first_of(params)
@@ -168,7 +169,7 @@ class SteeringAdmission:
         check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
         taken = max((one.bank_bytes for one in self.shared.possible), default=0)
         check_bank(tiers, self.model.bank_bytes - taken, first)
-        for form in self._forms_of(params):
+        for form in forms:
             form.admitted(params)
         for name in given:
             setattr(params, name, None)
@@ -187,10 +188,14 @@ class SteeringAdmission:
         return wants
 
     def _with_generated(
-        self, params: "SamplingParams", tiers: SteeringTiers, num_prompt: int
+        self,
+        forms: Iterable[SteeringForm],
+        params: "SamplingParams",
+        tiers: SteeringTiers,
+        num_prompt: int,
     ) -> SteeringTiers:
         """The tiers, with what other forms add at the request's generated tokens."""
-        for form in self._forms_of(params):
+        for form in forms:
             for field, written in form.generated(params, tiers).items():
                 for raw, name in written:
                     parsed = {"decode": self._parsed(raw, name)}
