@@ -10,7 +10,6 @@ from collections.abc import Iterator
 _CHEAP = re.compile(r"class \w*Decoder\w*Layer\b|class \w*HybridLayer\b|make_layers\(")
 _NAME = re.compile(r"Decoder\w*Layer$|HybridLayer$")
 _PLAIN_BASE = re.compile(r"(torch\.)?nn\.|Protocol")
-_FACTORY_PARAMETER = re.compile(r"^(decoder_)?layer_type$|^block_cls$")
 
 
 def may_hold_layers(source: str) -> bool:
@@ -23,7 +22,7 @@ def decoder_layers(source: str) -> list[str]:
 
     In order of definition. A stack is built by `make_layers(count, factory)`. The
     factory is a lambda, a local function or a class, given directly or through a
-    variable, an attribute, a module-level table or a parameter such as `layer_type`.
+    variable or an attribute.
     """
     tree = ast.parse(source)
     meanings = _meanings(tree)
@@ -33,7 +32,7 @@ def decoder_layers(source: str) -> list[str]:
         for node in tree.body
         if isinstance(node, ast.ClassDef)
         if node.name in words or _NAME.search(node.name)
-        if _is_a_module(node) and not _builds_layers(node)
+        if _is_a_module(node)
     ]
 
 
@@ -45,25 +44,14 @@ def _is_a_module(node: ast.ClassDef) -> bool:
     return defines or inherits
 
 
-def _builds_layers(node: ast.AST) -> bool:
-    return any(_is_make_layers(part) for part in ast.walk(node))
-
-
 def _is_make_layers(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("make_layers")
 
 
 def _factory_words(tree: ast.Module) -> set[str]:
     """The names that occur in layer factories."""
-    words: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            "make_layers"
-        ):
-            words |= set(_words(node))
-        if isinstance(node, ast.keyword) and _FACTORY_PARAMETER.match(node.arg or ""):
-            words |= set(_words(node.value))
-    return words
+    calls = filter(_is_make_layers, ast.walk(tree))
+    return {word for call in calls for word in _words(call)}
 
 
 def _meanings(tree: ast.Module) -> dict[str, set[str]]:
@@ -73,13 +61,15 @@ def _meanings(tree: ast.Module) -> dict[str, set[str]]:
     """
     found: dict[str, set[str]] = {}
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and _builds_layers(function):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        if any(map(_is_make_layers, ast.walk(function))):
             for name, value in _definitions(function):
                 found.setdefault(name, set()).update(_words(value))
     for node in tree.body:
-        body = node.body if isinstance(node, ast.ClassDef) else [node]
-        for name, value in (pair for part in body for pair in _assigned(part)):
-            found.setdefault(name, set()).update(_words(value))
+        for part in node.body if isinstance(node, ast.ClassDef) else ():
+            for name, value in _assigned(part):
+                found.setdefault(name, set()).update(_words(value))
     return found
 
 
@@ -88,13 +78,6 @@ def _definitions(function: ast.FunctionDef) -> Iterator[tuple[str, ast.AST]]:
         yield from _assigned(node)
         if isinstance(node, ast.FunctionDef) and node is not function:
             yield node.name, node
-    arguments = function.args
-    defaults = [*arguments.defaults, *arguments.kw_defaults]
-    for default in defaults:
-        if default is not None:
-            for parameter in (*arguments.args, *arguments.kwonlyargs):
-                if _FACTORY_PARAMETER.match(parameter.arg):
-                    yield parameter.arg, default
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import pytest
-
 from fork.weave.finding import decoder_layers, may_hold_layers
 
 MODULE = """
@@ -29,32 +27,15 @@ class {name}(nn.Module):
 class Model(nn.Module):
 {model}
 """
-NAMING = {
-    "a parameter's default": """
-    def __init__(self, layer_type: type = Rung):
-        self.layers = make_layers(3, lambda prefix: layer_type(prefix))
-""",
-    "a table": """
-    def __init__(self, config):
-        self.layers = make_layers(3, lambda prefix: KINDS[config.kind](prefix))
-
-KINDS = {"a": Rung}
-""",
-    "a keyword for the base class": """
-    def __init__(self):
-        super().__init__(layer_type=Rung)
-""",
-    "a lambda, beside a part of a layer": """
+NAMING = """
     def __init__(self):
         self.experts = Experts()
         self.layers = make_layers(3, lambda prefix: Rung(prefix))
-""",
-}
+"""
 
 
-@pytest.mark.parametrize("model", NAMING.values(), ids=NAMING)
-def test_the_model_names_its_layer(model: str) -> None:
-    assert decoder_layers(MODULE.format(name="Rung", model=model)) == ["Rung"]
+def test_the_model_names_its_layer_beside_a_part_of_it() -> None:
+    assert decoder_layers(MODULE.format(name="Rung", model=NAMING)) == ["Rung"]
 
 
 def test_a_class_that_is_only_mentioned_is_none() -> None:
