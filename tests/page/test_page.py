@@ -81,6 +81,7 @@ def server(
         *("--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"),
     )
     server.modules = {
+        "model": str(folder / "model"),
         "readout_modules": {"mood": str(folder / "mood.safetensors")},
         "sae": {"small": str(folder / "sae")},
         "steering_modules": {"tone": str(folder / "tone.json")},
@@ -93,7 +94,6 @@ def server(
 def offline(server: Keyed) -> Iterator[LLM]:
     """An engine with the server's model and options."""
     llm = LLM(
-        str(server.log.parent / "model"),
         **server.modules,
         enable_readouts=True,
         enable_patching=True,

@@ -3,11 +3,14 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -52,7 +55,9 @@ class Server:
     """The Python whose vLLM is run."""
 
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
-        self.log = model.parent / f"server-{id(self)}.log"
+        folder = tempfile.mkdtemp(prefix="server-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.log = Path(folder, "server.log")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [self.python, "-m", "vllm.entrypoints.cli.main", "serve"]
