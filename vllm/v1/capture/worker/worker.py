@@ -153,6 +153,8 @@ class WorkerCapture:
                 "one of the two out"
             )
         self._plans: dict[str, CapturePlan] = {}
+        self._delivered: set[str] = set()
+        """Requests of which a consumer gets rows of this stage."""
         self._failures: dict[str, str] = {}
         """Requests whose capture has failed in a step, with the reasons."""
         self._placed: PlacedStep | None = None
@@ -291,6 +293,8 @@ class WorkerCapture:
         try:
             groups, prompt = local_groups(plan, self._columns), plan.num_prompt_tokens
             self._placement.add(req_id, groups)
+            if any(group.readers for group in groups):
+                self._delivered.add(req_id)
             if self._takes_rows:
                 self._reporter.know(plan.reply_to)
             if plan.lanes:
@@ -400,6 +404,7 @@ class WorkerCapture:
 
     def _forget(self, req_id: str) -> None:
         self._plans.pop(req_id, None)
+        self._delivered.discard(req_id)
         self._failures.pop(req_id, None)
         self._placement.remove(req_id)
         if self.readouts is not None:
@@ -534,8 +539,11 @@ class WorkerCapture:
             req_ids = {req_id for block in layout.blocks for req_id in block.decoding}
             req_ids |= {pick[0] for block in layout.blocks for pick in block.picks}
             # Requests that have ended may still have a row, which is not delivered.
-            plans = [self._plans.get(req_id) for req_id in req_ids]
-            hands_on = any(plan is not None and plan.row_lanes for plan in plans)
+            hands_on = any(
+                not self._delivered.isdisjoint(block.decoding)
+                or any(pick[0] in self._delivered for pick in block.picks)
+                for block in layout.blocks
+            )
             self._hands_on = layout.number, hands_on
         return self._hands_on[1]
 
