@@ -281,8 +281,10 @@ def _rows_set_aside(groups: GroupedRows, tensors: list[torch.Tensor]) -> list[An
 def put_back(payload: Any, tensors: list[torch.Tensor]) -> Any:
     """The inverse of `set_aside`, except that tuples have become lists.
 
-    Rows become a `RowsByTap`.
+    Rows become a `RowsByTap`, also those of this process, which were not set aside.
     """
+    if isinstance(payload, GroupedRows):
+        return payload.by_tap()
     if isinstance(payload, dict):
         if payload.keys() == {ROWS}:
             groups, facts = payload[ROWS]

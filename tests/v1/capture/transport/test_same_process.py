@@ -6,14 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.transport.zmq_channel import (
+    INBOXES,
     Inbox,
     Message,
     ResultMessage,
-    hand_over,
 )
-from vllm.v1.capture.types import CaptureResult
 
 TAP = (3, "post_block")
 
@@ -31,18 +30,16 @@ def inbox(came: list[Message]) -> Iterator[Inbox]:
 
 
 def message(rows: torch.Tensor) -> ResultMessage:
-    payload = RowsByTap()
     facts = {"positions": [4, 5], "token_ids": [7, None], "encoding": "zstd"}
-    payload.put(TAP, rows, facts)
-    key = ("r", -1, "*")
-    return ResultMessage.of("r", "inline", 0, CaptureResult(key, "ok", None, payload))
+    payload = GroupedRows([((TAP,), rows[None], facts)])
+    return ResultMessage("r", "inline", 0, "ok", None, payload)
 
 
 def test_rows_are_there_when_the_call_returns_without_a_copy(
     inbox: Inbox, came: list[Message]
 ) -> None:
     rows = torch.randn(2, 8)
-    assert hand_over(inbox.address, message(rows))
+    INBOXES[inbox.address].take(message(rows))
     (found,) = came
     assert isinstance(found, ResultMessage)
     payload = found.result().payload
@@ -56,16 +53,15 @@ def test_rows_are_there_when_the_call_returns_without_a_copy(
     }
 
 
-def test_other_addresses_are_left_to_the_channel(
+def test_only_open_unbounded_inboxes_are_known_in_the_process(
     inbox: Inbox, came: list[Message]
 ) -> None:
-    assert not hand_over(inbox.address + "-other", message(torch.zeros(2, 8)))
+    assert inbox.address in INBOXES
     inbox.close()
-    assert not hand_over(inbox.address, message(torch.zeros(2, 8)))
+    assert inbox.address not in INBOXES
     bounded = Inbox(came.append, bounded=True)
-    assert not hand_over(bounded.address, message(torch.zeros(2, 8)))
+    assert bounded.address not in INBOXES
     bounded.close()
-    assert came == []
 
 
 def test_a_front_end_that_fails_does_not_fail_the_worker() -> None:
@@ -73,5 +69,5 @@ def test_a_front_end_that_fails_does_not_fail_the_worker() -> None:
         raise RuntimeError("out of order")
 
     inbox = Inbox(refuse)
-    assert hand_over(inbox.address, message(torch.zeros(2, 8)))
+    inbox.take(message(torch.zeros(2, 8)))
     inbox.close()

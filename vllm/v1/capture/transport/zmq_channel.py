@@ -250,7 +250,7 @@ class Inbox:
         )
         self._thread.start()
         if not bounded:
-            _HERE[local(self.address)] = self
+            INBOXES[self.address] = self
 
     def take(self, message: Message) -> None:
         """Handle a message, on any thread; never raises."""
@@ -295,7 +295,7 @@ class Inbox:
 
     def close(self) -> None:
         """Stop listening."""
-        _HERE.pop(local(self.address), None)
+        INBOXES.pop(self.address, None)
         self._closing.set()
         self._thread.join(timeout=5)
         if self._thread.is_alive():  # It is blocked in a full queue.
@@ -307,18 +307,10 @@ class Inbox:
         ending.join(timeout=2)
 
 
-_HERE: dict[str, Inbox] = {}
-"""The unbounded inboxes of this process, by local address."""
+INBOXES: dict[str, Inbox] = {}
+"""The unbounded inboxes of this process, by address.
 
-
-def hand_over(address: str, message: Message) -> bool:
-    """Give a result to the front end at `address`; False if it is in another process.
-
-    If the engine core runs in the process of its `LLM`, results are passed by a call.
-    Only the channel keeps messages of one worker in order and limits them, so rows for
-    driver-side consumers, streamed rows and counters use it here too.
-    """
-    inbox = _HERE.get(local(address))
-    if inbox is not None:
-        inbox.take(message)
-    return inbox is not None
+If the engine core runs in the process of its `LLM`, results with rows are passed by a
+call of `take`. Only the channel keeps messages of one worker in order and limits them,
+so rows for driver-side consumers, streamed rows and counters use it here too.
+"""

@@ -36,12 +36,12 @@ from vllm.v1.capture.registry import (
     check_folders,
     consumer_class,
 )
-from vllm.v1.capture.results import GroupedRows, RowsByTap
+from vllm.v1.capture.results import GroupedRows
 from vllm.v1.capture.shutdown import flush_seconds
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
-from vllm.v1.capture.transport.zmq_channel import Outbox, ResultMessage, hand_over
+from vllm.v1.capture.transport.zmq_channel import INBOXES, Outbox, ResultMessage
 from vllm.v1.capture.types import CaptureResult, capture_context
 from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
@@ -445,12 +445,15 @@ class WorkerCapture:
         sink = self._lanes[instance].sink
         if isinstance(sink, ForwardingSink) and sink.passed_on(request_id):
             return
-        stage = self._stage.pipeline_rank
-        message = ResultMessage.of(request_id, instance, stage, result)
+        stage, rows = self._stage.pipeline_rank, result.payload
+        inbox = INBOXES.get(reply_to)
         # Several readers' rows share memory, and a caller may write into its own: then
         # it gets a copy, or a private mapping, as it does from another process.
-        own = alone and isinstance(result.payload, (GroupedRows, RowsByTap))
-        if not (own and hand_over(reply_to, message)):
+        if inbox is not None and alone and isinstance(rows, GroupedRows):
+            how = result.status, result.error
+            inbox.take(ResultMessage(request_id, instance, stage, *how, rows))
+        else:
+            message = ResultMessage.of(request_id, instance, stage, result)
             self._outbox.send(reply_to, message)
 
     @property
@@ -536,8 +539,6 @@ class WorkerCapture:
         if self.readouts is None:
             return True
         if self._hands_on[0] != layout.number:
-            req_ids = {req_id for block in layout.blocks for req_id in block.decoding}
-            req_ids |= {pick[0] for block in layout.blocks for pick in block.picks}
             # Requests that have ended may still have a row, which is not delivered.
             hands_on = any(
                 not self._delivered.isdisjoint(block.decoding)
