@@ -19,7 +19,7 @@ from vllm.interop.activation_capture.encoding import (
 )
 from vllm.interop.activation_capture.variables import NAME
 from vllm.logger import init_logger
-from vllm.v1.capture.consumers.storage.files import Workspace, path_part, publish
+from vllm.v1.capture.consumers.storage.files import path_part, publish
 from vllm.v1.capture.consumers.storage.options import Options
 from vllm.v1.capture.consumers.storage.params import StorageParams
 from vllm.v1.capture.consumers.storage.sink import StorageSink
@@ -164,21 +164,16 @@ class ActivationFilesConsumer(StorageSink):
             )
         return self._encoder
 
-    def publish(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        workspace: Workspace,
-    ) -> None:
+    def publish(self, request: StoredRequest, finalizes: list[CaptureFinalize]) -> None:
         """Write one file per layer; the manifest is the payload of the first key."""
         sidecar = finalizes[0].sidecar
         name = folder_name(sidecar)
-        folder = workspace.folder(name)
+        folder = self._workspace.folder(name)
         layers: dict[str, dict[str, Any]] = {}
         results = []
         for finalize in finalizes:
             try:
-                layer = self._write(request, finalize, workspace, folder)
+                layer = self._write(request, finalize, folder)
             except OSError as error:
                 said = described(error)
                 results.append(CaptureResult(finalize.key, "error", said))
@@ -192,11 +187,7 @@ class ActivationFilesConsumer(StorageSink):
         request.settle(results)
 
     def _write(
-        self,
-        request: StoredRequest,
-        finalize: CaptureFinalize,
-        workspace: Workspace,
-        folder: Path,
+        self, request: StoredRequest, finalize: CaptureFinalize, folder: Path
     ) -> dict[str, Any]:
         sidecar = finalize.sidecar
         arrays = self._arrays(list(request.blocks(finalize, _WRITE_BYTES)), sidecar)
@@ -205,7 +196,7 @@ class ActivationFilesConsumer(StorageSink):
         np.savez(buffer, **arrays)  # type: ignore[arg-type]  # its allow_pickle
         data = buffer.getvalue()
         file = f"seq{sidecar['sample_index']}_layer{sidecar['layer']}_rank0.npz"
-        aside = workspace.write([data], _WRITE_BYTES, fsync=False)
+        aside = self._workspace.write([data], _WRITE_BYTES, fsync=False)
         request.commit()
         publish(aside, folder / file, replace=True, fsync=False)
         shape = list((arrays["q"] if "q" in arrays else arrays["values"]).shape)

@@ -278,19 +278,14 @@ class ArrowConsumer(FilesConsumer):
             return []
         return places_of(raw, request_id, num_samples, self._params.default_tag)
 
-    def publish(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        workspace: Workspace,
-    ) -> None:
+    def publish(self, request: StoredRequest, finalizes: list[CaptureFinalize]) -> None:
         """Append the rows of a request to a table, or write a file for it."""
         sidecar = finalizes[0].sidecar
         tag, name = place_of(sidecar, self._params.default_tag)
         if self._params.format == "safetensors":
             request.settle(
                 write_safetensors(
-                    request, finalizes, workspace, (tag, name), self._params.fsync
+                    request, finalizes, self._workspace, (tag, name), self._params.fsync
                 )
             )
             return
@@ -309,7 +304,7 @@ class ArrowConsumer(FilesConsumer):
                 )
                 for number in range(self._params.num_threads)
             ],
-            lambda _: TableShard(self._params, workspace, tag, described, form),
+            lambda _: TableShard(self._params, self._workspace, tag, described, form),
             lambda shard: shard.append(request, name, finalizes),
         )
 

@@ -1,30 +1,427 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FilesystemConsumer`, which writes rows to files in one of three layouts."""
+"""`FilesystemConsumer`, which writes rows to files in one of three layouts.
 
+`per_file` writes one file of rows and one JSON file per key, `packed` one file with all
+keys of a request and one JSON index, `sharded` one file with many requests,
+`{tag}/shard-{NNN}-{SEQ}.bin`.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from vllm.v1.capture.consumers.filesystem.layouts import (
-    FileShard,
-    Writing,
-    stage_suffix,
-    write_packed,
-    write_per_file,
-)
+import torch
+
+from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
-from vllm.v1.capture.consumers.storage.codecs import parse_codec
+from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder, parse_codec
 from vllm.v1.capture.consumers.storage.consumer import FilesConsumer
 from vllm.v1.capture.consumers.storage.files import (
     Workspace,
+    move_to_new,
     place_of,
     places_of,
+    publish,
+    publish_pair,
     sole_writer,
 )
-from vllm.v1.capture.consumers.storage.shards import ShardKey
-from vllm.v1.capture.consumers.storage.stored_request import StoredRequest
+from vllm.v1.capture.consumers.storage.shards import Shard
+from vllm.v1.capture.consumers.storage.stored_request import (
+    StoredRequest,
+    results_of,
+)
+from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.errors import fail
-from vllm.v1.capture.types import CaptureContext, CaptureFinalize, CaptureSpec
+from vllm.v1.capture.types import (
+    CaptureContext,
+    CaptureFinalize,
+    CaptureResult,
+    CaptureSpec,
+)
+from vllm.v1.residual.native import Bytes
+from vllm.v1.residual.plugin_errors import described
+
+REQUEST_FACTS = (
+    "layer_convention",
+    "model",
+    "dtype",
+    "num_prompt_tokens",
+    "num_generated_tokens",
+    "finish_reason",
+    "vllm_internal_request_id",
+    "client_request_id",
+    "sample_index",
+    "pipeline_parallel_rank",
+    "pipeline_parallel_size",
+)
+"""Fields that are the same for all keys of a request."""
+
+ROW_FACTS = ("positions", "token_ids")
+"""Fields with one value per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """The settings for writing the rows of one request."""
+
+    params: FilesystemParams
+    workspace: Workspace
+    tag: str
+    name: str
+    """The request's name, as a part of a path."""
+    codec: Codec
+    """Of rows; results of readouts are stored raw."""
+
+    def encoder(self, sidecar: dict[str, Any]) -> KeyEncoder:
+        """Create the encoder of a key."""
+        codec = Codec() if "readout" in sidecar else self.codec
+        dtype = getattr(torch, sidecar["dtype"])
+        return KeyEncoder(codec, sidecar["hidden_size"], dtype)
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum bytes per system call."""
+        return self.params.coalesce_max_bytes
+
+    def encoded(
+        self, request: StoredRequest, finalize: CaptureFinalize, encoder: KeyEncoder
+    ) -> Iterator[Bytes]:
+        """Yield the encoded bytes of a key.
+
+        Raises:
+            OSError: rows are missing.
+
+        """
+        return encoder.encode(request.blocks(finalize, self.max_bytes))
+
+    def write_pair(
+        self,
+        request: StoredRequest,
+        base: str,
+        rows: Iterable[Bytes],
+        index: Callable[[], dict[str, Any]],
+    ) -> None:
+        """Write `{base}.bin` and `{base}.json`.
+
+        Args:
+            request: the request, which may fail with a timeout meanwhile.
+            base: the path without its suffix.
+            rows: the bytes of the `.bin` file.
+            index: returns the content of the `.json` file; called after all of `rows`
+                were consumed.
+
+        Raises:
+            OSError: neither file exists.
+
+        """
+        params, workspace = self.params, self.workspace
+        asides = [workspace.write(rows, self.max_bytes, params.fsync)]
+        try:
+            text = json.dumps(index()).encode()
+            asides.append(workspace.write([text], self.max_bytes, params.fsync))
+            request.commit()
+            publish_pair(
+                (asides[0], f"{base}.bin"),
+                (asides[1], f"{base}.json"),
+                replace=params.on_collision == "overwrite",
+                fsync=params.fsync,
+            )
+        except BaseException:
+            for path in asides:
+                if os.path.lexists(path):
+                    os.unlink(path)
+            raise
+
+
+def keys_in_turn(
+    request: StoredRequest,
+    finalizes: list[CaptureFinalize],
+    writing: Writing,
+    shared: dict[str, Any],
+    entries: list[dict[str, Any]],
+    offset: int,
+) -> Iterator[Bytes]:
+    """Yield the bytes of all keys, consecutively.
+
+    Args:
+        request: the request.
+        finalizes: its keys.
+        writing: the settings.
+        shared: facts that are not repeated in the entries.
+        entries: extended by each key's entry after its bytes were consumed.
+        offset: the first key's offset in the file.
+
+    """
+    for finalize in finalizes:
+        encoder = writing.encoder(finalize.sidecar)
+        yield from writing.encoded(request, finalize, encoder)
+        entries.append(entry(finalize.sidecar, shared, offset, encoder))
+        offset += encoder.num_bytes
+
+
+def key_json(
+    request_id: str, sidecar: dict[str, Any], encoder: KeyEncoder
+) -> dict[str, Any]:
+    """The JSON of a file with one key (layout `per_file`).
+
+    Args:
+        request_id: the request's name.
+        sidecar: the key's sidecar.
+        encoder: the encoder, after it has encoded all rows.
+
+    """
+    return {
+        "request_id": request_id,
+        "layer": sidecar["layer"],
+        "hook": sidecar["hook"],
+        "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
+        **{name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)},
+        **_kind_of_rows(sidecar),
+        **_note(sidecar),
+        **_encoding(encoder),
+    }
+
+
+def request_facts(sidecars: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The facts that all keys of a request share; row facts only if all agree."""
+    first = sidecars[0]
+    facts = {name: first[name] for name in REQUEST_FACTS}
+    for name in ROW_FACTS:
+        if all(sidecar[name] == first[name] for sidecar in sidecars):
+            facts[name] = first[name]
+    return facts
+
+
+def entry(
+    sidecar: dict[str, Any],
+    shared: dict[str, Any],
+    offset: int,
+    encoder: KeyEncoder,
+) -> dict[str, Any]:
+    """The index entry of a key in a file with several keys.
+
+    Args:
+        sidecar: the key's sidecar.
+        shared: the result of `request_facts`, which is not repeated.
+        offset: of the key's first byte in the file.
+        encoder: the encoder, after it has encoded all rows.
+
+    """
+    own = {name: sidecar[name] for name in ROW_FACTS if name not in shared}
+    if sidecar["dtype"] != shared["dtype"]:
+        own["dtype"] = sidecar["dtype"]
+    return {
+        "layer": sidecar["layer"],
+        "hook": sidecar["hook"],
+        "offset": offset,
+        "nbytes": encoder.num_bytes,
+        "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
+        **_encoding(encoder),
+        **own,
+        **_kind_of_rows(sidecar),
+        **_note(sidecar),
+    }
+
+
+def _encoding(encoder: KeyEncoder) -> dict[str, Any]:
+    checksum = encoder.checksum
+    return {
+        "codec": encoder.describe(),
+        **({} if checksum is None else {"crc32c": checksum}),
+    }
+
+
+def _kind_of_rows(sidecar: dict[str, Any]) -> dict[str, Any]:
+    """What is said only of rows of some heads, and of results of readouts."""
+    return {name: sidecar[name] for name in ("heads", "readout") if name in sidecar}
+
+
+def _note(sidecar: dict[str, Any]) -> dict[str, str]:
+    return {"note": sidecar["capture_note"]} if "capture_note" in sidecar else {}
+
+
+def message_of(error: OSError, name: str) -> str:
+    """The message for results about an error in writing the file `name`."""
+    if isinstance(error, FileExistsError):
+        return f"FileExistsError: {name} exists already (on_collision=error)"
+    return described(error)
+
+
+def stage_suffix(sidecar: dict[str, Any]) -> str:
+    """A suffix such as `-pp00` with pipeline parallelism, otherwise empty."""
+    if sidecar["pipeline_parallel_size"] == 1:
+        return ""
+    return f"-pp{sidecar['pipeline_parallel_rank']:02d}"
+
+
+def write_per_file(
+    request: StoredRequest,
+    finalizes: list[CaptureFinalize],
+    writing: Writing,
+    folder: Path,
+) -> None:
+    """Write each key to files of its own; keys fail independently."""
+    results = []
+    for finalize in finalizes:
+        _, layer, hook = finalize.key
+        base = f"{folder}/{layer}_{hook}"
+        try:
+            _write_key(request, finalize, writing, base)
+        except OSError as error:
+            failure = message_of(error, f"{base}.bin")
+            results.append(CaptureResult(finalize.key, "error", failure))
+        else:
+            payload = [f"{base}.bin"]
+            results.append(CaptureResult(finalize.key, "ok", payload=payload))
+        if request.settled.is_set():  # It took too long.
+            return
+    request.settle(results)
+
+
+def _write_key(
+    request: StoredRequest, finalize: CaptureFinalize, writing: Writing, base: str
+) -> None:
+    encoder = writing.encoder(finalize.sidecar)
+    writing.write_pair(
+        request,
+        base,
+        writing.encoded(request, finalize, encoder),
+        lambda: key_json(writing.name, finalize.sidecar, encoder),
+    )
+
+
+def write_packed(
+    request: StoredRequest,
+    finalizes: list[CaptureFinalize],
+    writing: Writing,
+    folder: Path,
+) -> None:
+    """Write all keys of the request to one file."""
+    base = f"{folder}/packed{stage_suffix(finalizes[0].sidecar)}"
+    shared = request_facts([finalize.sidecar for finalize in finalizes])
+    entries: list[dict[str, Any]] = []
+    facts = {"layout": "packed", "request_id": writing.name, **shared}
+    rows = keys_in_turn(request, finalizes, writing, shared, entries, 0)
+    try:
+        writing.write_pair(request, base, rows, lambda: {**facts, "entries": entries})
+    except OSError as error:
+        request.settle_error(message_of(error, f"{base}.bin"))
+        return
+    request.settle(results_of(finalizes, [f"{base}.bin"]))
+
+
+class FileShard(Shard):
+    """One shard: an incomplete file of rows, and its index in memory until sealing."""
+
+    def __init__(self, writing: Writing, prefix: str) -> None:
+        super().__init__()
+        self._fsync = writing.params.fsync
+        self._workspace = writing.workspace
+        self._folder = self._workspace.folder(writing.tag)
+        self._prefix = prefix
+        self._path, self._fd = self._workspace.create()
+        self._requests: list[dict[str, Any]] = []
+        self._entries: list[dict[str, Any]] = []
+        self._results: list[CaptureResult] = []
+
+    def append(
+        self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
+    ) -> None:
+        """Write a request behind the others; the caller holds the lock."""
+        shared = request_facts([finalize.sidecar for finalize in finalizes])
+        entries: list[dict[str, Any]] = []
+        data = keys_in_turn(
+            request, finalizes, writing, shared, entries, self.num_bytes
+        )
+        try:
+            write_all(self._fd, data, writing.max_bytes, self.num_bytes)
+            request.commit()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self.num_bytes)
+            request.settle_error(message_of(error, self._path))
+            return
+        self.num_bytes = _end(entries)
+        which = {"request_id": writing.name, "request": len(self._requests)}
+        self._entries += [{**which, **entry} for entry in entries]
+        self._requests.append({"request_id": writing.name, **shared})
+        # One result names the file; its name is known once the shard is sealed.
+        results = results_of(finalizes)
+        self._results.append(results[0])
+        self.wait_for_seal(request, results)
+
+    def write_out(self) -> None:
+        """Claim the next free sequence number, and write the index."""
+        if not self._requests:  # All writes have failed.
+            os.close(self._fd)
+            os.unlink(self._path)
+            return
+        fsync = self._fsync
+        index = None
+        try:
+            # A failed write may have left bytes after the last row.
+            os.ftruncate(self._fd, _end(self._entries))
+            if fsync:
+                os.fsync(self._fd)
+            text = json.dumps(
+                {
+                    "layout": "sharded",
+                    "dtype": self._requests[0]["dtype"],
+                    "layer_convention": self._requests[0]["layer_convention"],
+                    "model": self._requests[0]["model"],
+                    "requests": self._requests,
+                    "entries": self._entries,
+                }
+            ).encode()
+            index = self._workspace.write([text], len(text), fsync)
+            base = self._claim()
+        except BaseException:
+            for path in (self._path, index):
+                if path is not None:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+            raise
+        finally:
+            os.close(self._fd)
+        try:
+            publish(index, f"{base}.json", replace=True, fsync=fsync)
+        except BaseException:
+            os.unlink(f"{base}.bin")
+            raise
+        for result in self._results:
+            result.payload = [f"{base}.bin"]
+
+    def _claim(self) -> str:
+        for sequence in count(self._next_sequence()):
+            base = f"{self._folder}/{self._prefix}-{sequence:05d}"
+            if os.path.lexists(f"{base}.json"):
+                continue  # A request's directory may have this name.
+            # Another engine may use the same directory: the link is atomic.
+            try:
+                move_to_new(self._path, f"{base}.bin")
+            except FileExistsError:
+                continue
+            return base
+        raise AssertionError("count() does not end")
+
+    def _next_sequence(self) -> int:
+        taken = [
+            int(found[2])
+            for found in files_of(self._folder, SHARD)
+            if found[1] == self._prefix
+        ]
+        return max(taken, default=-1) + 1
+
+
+def _end(entries: Iterable[dict[str, Any]]) -> int:
+    return max((e["offset"] + e["nbytes"] for e in entries), default=0)
 
 
 class FilesystemConsumer(FilesConsumer):
@@ -57,12 +454,7 @@ class FilesystemConsumer(FilesConsumer):
         """The paths that a request's rows are written to; see `PathLocks`."""
         return places_of(raw, request_id, num_samples, self._params.default_tag)
 
-    def publish(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        workspace: Workspace,
-    ) -> None:
+    def publish(self, request: StoredRequest, finalizes: list[CaptureFinalize]) -> None:
         """Write the rows of a request."""
         sidecar = finalizes[0].sidecar
         client = sidecar.get("client_spec") or {}
@@ -71,11 +463,11 @@ class FilesystemConsumer(FilesConsumer):
         codec = parse_codec(
             client.get("codec") or self._params.codec, "capture.filesystem.codec"
         )
-        writing = Writing(self._params, workspace, tag, name, codec)
+        writing = Writing(self._params, self._workspace, tag, name, codec)
         if layout == "sharded":
             self._append(request, finalizes, writing)
             return
-        folder = workspace.folder(tag, name)
+        folder = self._workspace.folder(tag, name)
         write = write_packed if layout == "packed" else write_per_file
         with sole_writer(folder):
             write(request, finalizes, writing, folder)
@@ -84,17 +476,11 @@ class FilesystemConsumer(FilesConsumer):
         self, request: StoredRequest, finalizes: list[CaptureFinalize], writing: Writing
     ) -> None:
         """Append the request to a shard, which settles it when it is sealed."""
-        params, shards = self._params, self._params.num_shards
-        first = crc32(request.request_id.encode())
+        shards, first = self._params.num_shards, crc32(request.request_id.encode())
         prefix = f"shard{stage_suffix(finalizes[0].sidecar)}"
-
-        def new(key: ShardKey) -> FileShard:
-            name = f"{prefix}-{key[1]:03d}"
-            return FileShard(params, writing.workspace, writing.tag, name)
-
         self._shards.add(
             # A file system lets one thread at a time write to a file.
             [(writing.tag, (first + n) % shards) for n in range(shards)],
-            new,
+            lambda key: FileShard(writing, f"{prefix}-{key[1]:03d}"),
             lambda shard: shard.append(request, finalizes, writing),
         )

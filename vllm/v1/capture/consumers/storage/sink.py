@@ -93,12 +93,7 @@ class StorageSink(GroupSink):
         return self._spec
 
     @abstractmethod
-    def publish(
-        self,
-        request: StoredRequest,
-        finalizes: list[CaptureFinalize],
-        workspace: Workspace,
-    ) -> None:
+    def publish(self, request: StoredRequest, finalizes: list[CaptureFinalize]) -> None:
         """Write the rows of a request, and settle it now or when its shard is sealed.
 
         Called on the executor's threads.
@@ -106,7 +101,6 @@ class StorageSink(GroupSink):
         Args:
             request: the request.
             finalizes: its keys that have not failed, at least one.
-            workspace: the consumer's root.
 
         Raises:
             OSError: nothing was written.
@@ -243,7 +237,7 @@ class StorageSink(GroupSink):
             if self._executor is None and request.finalizes:
                 request.settle_error(self._unusable or "there are no threads")
             elif finalizes := request.writable():
-                self.publish(request, finalizes, self._workspace)
+                self.publish(request, finalizes)
             else:  # All keys have failed, or are in other pipeline stages.
                 request.settle(())
         except Exception as error:
