@@ -153,6 +153,7 @@ def test_vectors_of_gates_are_registered_by_kind(client: TestClient) -> None:
 def test_every_layer_of_every_rank_is_listed(client: TestClient) -> None:
     told = client.get("/v1/steering/layers").json()
     assert told["layers"] == {str(layer): list(POINTS) for layer in range(LAYERS)}
+    assert told["hidden_size"] == WIDTH
 
 
 @pytest.mark.parametrize("faulty", range(3))
@@ -274,27 +275,24 @@ def test_what_is_not_json_is_refused(client: TestClient, text: bytes) -> None:
     assert refused.status_code == 400, refused.text
 
 
-@pytest.mark.parametrize("what", ["", "/layers", "/modules"])
-def test_a_server_that_does_not_steer_says_how_to(what: str) -> None:
-    client = TestClient(application(Core(), KEYS, steers=False))
-    told = client.get(f"/v1/steering{what}")
-    assert told.status_code == 400 and "--enable-steering" in told.text
-
-
 @pytest.mark.parametrize(
     ("what", "body"),
     [
-        ("set", {"vectors": VECTORS}),
-        ("clear", {}),
-        ("modules/register", {"name": "x", "vectors": VECTORS}),
-        ("modules/unregister", {"name": "x"}),
+        ("", None),
+        ("/layers", None),
+        ("/modules", None),
+        ("/set", {"vectors": VECTORS}),
+        ("/clear", {}),
+        ("/modules/register", {"name": "x", "vectors": VECTORS}),
+        ("/modules/unregister", {"name": "x"}),
     ],
 )
-def test_changes_of_a_server_that_does_not_steer_are_refused(
-    what: str, body: Any
-) -> None:
+def test_a_server_that_does_not_steer_says_how_to(what: str, body: Any) -> None:
     client = TestClient(application(Core(), KEYS, steers=False))
-    told = post(client, what, body)
+    if body is None:
+        told = client.get(f"/v1/steering{what}")
+    else:
+        told = post(client, what[1:], body)
     assert told.status_code == 400 and "--enable-steering" in told.text
 
 
@@ -307,10 +305,6 @@ def test_without_keys_changes_need_the_development_mode(
     told = client.post("/v1/steering/set", content=json.dumps({"vectors": VECTORS}))
     assert told.status_code == status, told.text
     assert client.get("/v1/steering").status_code == 200
-
-
-def test_the_width_of_the_ranks_is_listed(client: TestClient) -> None:
-    assert client.get("/v1/steering/layers").json()["hidden_size"] == WIDTH
 
 
 SAID = {

@@ -64,8 +64,3 @@ def test_different_configurations_have_different_digests() -> None:
         SteeringTiers(decode=one(1).base),
     ]
     assert len({each.digest for each in tiers}) == len(tiers)
-
-
-def test_nothing_to_do_is_nothing() -> None:
-    assert pack({(0, "pre_attn"): np.zeros(4, dtype=np.float32)}) is None
-    assert not SteeringTiers()

@@ -12,7 +12,6 @@ from vllm.v1.steering.receipts import WHEN, Receipt, note_receipt, take_receipt
 
 ADD = Effect(2, "post_attn", "add", "")
 CLAMP = Effect(1, "post_block", "clamp", "digest")
-MOOD = Effect(0, "post_block", WHEN, "8", "mood", "token")
 PROMPT = 4
 
 

@@ -103,18 +103,6 @@ def test_a_batch_that_raises_spoils_all_its_keys(lanes: Lanes) -> None:
     assert (result.status, result.error) == ("error", "ValueError: no batch")
 
 
-def test_a_raising_end_of_request_neither_stops_the_lane_nor_is_hidden(
-    lanes: Lanes,
-) -> None:
-    class Ends(RecordingSink):
-        def submit_request_end(self, request_id: str, finalizes: Any) -> None:
-            raise KeyError(request_id)
-
-    lane, answers = lanes(Ends()), Answers()
-    assert end(lane, answers, key("first")).error == "KeyError: 'first'"
-    assert end(lane, answers, key("second")).error == "KeyError: 'second'"
-
-
 def test_an_answer_that_raises_does_not_stop_the_lane(lanes: Lanes) -> None:
     lane, answers = lanes(RecordingSink()), Answers()
 
@@ -208,16 +196,6 @@ def test_a_consumer_gets_all_rows_of_a_key_at_once(lanes: Lanes) -> None:
     result = end(lane, answers, key())
     assert result.payload == "kept 3"
     assert consumer.rows[key()].flatten().tolist() == [0.0, 1.0, 2.0]
-
-
-def test_an_exception_of_a_consumer_is_the_error_of_its_key_only(lanes: Lanes) -> None:
-    consumer = KeepingConsumer(refuses=frozenset({1}))
-    lane, answers = lanes(BatchingSink(consumer)), Answers()
-    lane.submit([chunk(key(layer=1)), chunk(key(layer=2))])
-    result = end(lane, answers, key(layer=1), key(layer=2))
-    assert result.status == "partial_error"
-    assert result.error == "RuntimeError: not this layer"
-    assert consumer.errors == {key(layer=1): "RuntimeError: not this layer"}
 
 
 def test_a_key_without_rows_is_an_empty_tensor(lanes: Lanes) -> None:

@@ -67,23 +67,11 @@ class Bench:
         self.steps: list[StagedStep] = []
         self.numbers = count()
 
-    def step(
-        self, starts: dict[str, int], shifts: dict[str, int] | None = None
-    ) -> None:
-        """Run a step with one token per request; `shifts`: offsets of positions."""
+    def step(self, starts: dict[str, int]) -> None:
+        """Run a step with one token per request."""
         names, count = list(starts), len(starts)
-        true = None
-        if shifts is not None:
-            known = [starts[name] + shifts.get(name, 0) for name in names]
-            assumed = np.array(list(starts.values()))
-            true = TrueStarts(names, assumed, torch.tensor(known))
-        view = StepView(
-            names,
-            np.array(list(starts.values())),
-            np.ones(count, dtype=np.int64),
-            count,
-            None if true is None else (lambda: true.true),
-        )
+        ones = np.ones(count, dtype=np.int64)
+        view = StepView(names, np.array(list(starts.values())), ones, count)
         placed = self.placement.place(view)
         assert placed is not None
         layout = placed.layout
@@ -91,13 +79,12 @@ class Bench:
         assert segment is not None
         slots = slots_of(layout, range(TAPS), count)
         for row, name in enumerate(names):
-            position = starts[name] + (shifts or {}).get(name, 0)
             for tap in range(TAPS):
                 slot = segment.start + int(slots[tap, row])
                 self.staging.rows[slot] = torch.tensor(
-                    [self.number[name], float(position), float(tap), 0.0]
+                    [self.number[name], float(starts[name]), float(tap), 0.0]
                 )
-        self.steps.append(StagedStep(next(self.numbers), placed, segment, true))
+        self.steps.append(StagedStep(next(self.numbers), placed, segment, None))
 
     def send_pages(self) -> dict[str, torch.Tensor]:
         """Send one step whose rows are in pages of their requests."""
@@ -194,16 +181,6 @@ def test_rows_are_settled_by_the_steps_behind_them() -> None:
     (rows,) = bench.taken["a"].rows
     assert rows[:2] == (0, 5) and (rows.step_before, rows.step) == (3, 4)
     bench.check({"a": list(range(5))})
-
-
-def test_positions_that_drafts_had_shifted_are_put_right() -> None:
-    bench = Bench(["a", "b"])
-    bench.step({"a": 5, "b": 7}, {})
-    bench.send()
-    # Prepared on the assumption that a's draft is accepted; it was rejected.
-    bench.step({"a": 7, "b": 8}, {"a": -1})
-    bench.send()
-    bench.check({"a": [5, 6], "b": [7, 8]})
 
 
 def test_rows_wait_until_they_are_handed_on() -> None:

@@ -151,13 +151,6 @@ def delivered(handed: list[Rows]) -> list[tuple[int, float]]:
     ]
 
 
-def test_a_row_is_held_until_the_next_position_is_computed() -> None:
-    ledger = RowLedger()
-    assert ledger.add(rows_at(0, 0.0, 1.0)) == []
-    assert delivered(ledger.add(rows_at(2, 2.0))) == [(0, 0.0), (1, 1.0)]
-    assert delivered(ledger.finish(3)) == [(2, 2.0)]
-
-
 def test_rows_of_a_step_each_are_settled_but_for_the_last() -> None:
     ledger, tensor = RowLedger(), torch.tensor([[[3.0], [4.0], [5.0]]])
     assert delivered(ledger.add(rows_at(2, 2.0, step=1))) == []
@@ -166,29 +159,6 @@ def test_rows_of_a_step_each_are_settled_but_for_the_last() -> None:
     assert [rows.step for rows in settled] == [1, 7]
     (last,) = ledger.finish(6)
     assert delivered([last]) == [(5, 5.0)] and last.step == 9
-
-
-def test_a_rejected_draft_is_replaced_by_the_row_that_stands() -> None:
-    ledger = RowLedger()
-    ledger.add(rows_at(3, 3.0, -1.0, -1.0))
-    assert delivered(ledger.add(rows_at(4, 4.0))) == [(3, 3.0)]
-    assert delivered(ledger.finish(5)) == [(4, 4.0)]
-
-
-def test_a_row_past_the_end_is_dropped() -> None:
-    ledger = RowLedger()
-    ledger.add(rows_at(3, 3.0))
-    handed = ledger.add(rows_at(4, -1.0))
-    assert delivered(handed + ledger.finish(4)) == [(3, 3.0)]
-
-
-def test_a_row_that_was_handed_on_is_not_handed_on_again() -> None:
-    ledger = RowLedger()
-    ledger.add(rows_at(0, 0.0, 1.0))
-    first = ledger.add(rows_at(2, 2.0))
-    again = ledger.add(rows_at(0, 0.0, 1.0, 2.0))  # resumed after a preemption
-    assert delivered(first) == [(0, 0.0), (1, 1.0)]
-    assert delivered(again + ledger.finish(3)) == [(2, 2.0)]
 
 
 def test_a_part_of_a_step_says_nothing_of_the_part_before_it() -> None:

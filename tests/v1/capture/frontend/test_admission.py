@@ -16,7 +16,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.errors import (
     CaptureValidationError,
-    UnknownCaptureConsumerError,
 )
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
@@ -25,7 +24,6 @@ from vllm.v1.capture.types import CaptureSpec
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, TapGroup
 from vllm.v1.residual.module_info import KnownModules
-from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.steering.spec.arrays import as_array
 
 WIDTH, LAYERS = 8, 4
@@ -105,16 +103,6 @@ def ask(**spec: Any) -> dict[str, Any]:
     return {"asking": {"hooks": {"post_block": [1]}, **spec}}
 
 
-def test_a_request_is_resolved_to_a_plan() -> None:
-    made = plan(admission(), ask(positions="all"))
-    assert made is not None
-    (only,) = made.groups
-    assert only.taps == ((1, "post_block"),)
-    assert only.ranges == ((0, OPEN_END),)
-    assert made.instances == ("asking",)
-    assert (made.client_request_id, made.reply_to) == ("r", "ipc://here")
-
-
 @pytest.mark.parametrize("capture", [None, {}])
 def test_a_request_that_asks_for_nothing_has_no_plan(capture: Any) -> None:
     assert plan(admission(), capture) is None
@@ -179,12 +167,6 @@ def test_a_request_overrides_what_its_consumer_captures_globally() -> None:
 def test_a_wrong_global_spec_stops_the_start(spec: CaptureSpec) -> None:
     with pytest.raises(CaptureValidationError, match="capture.fixed"):
         admission(fixed=Fixed(spec))
-
-
-def test_an_unknown_consumer_is_named_with_those_that_exist() -> None:
-    with pytest.raises(UnknownCaptureConsumerError, match="'nobody'.*'asking'") as e:
-        plan(admission(), {"nobody": {}})
-    assert (e.value.parameter, e.value.value) == ("capture", "nobody")
 
 
 def test_a_consumer_that_reads_no_requests_is_refused() -> None:

@@ -81,10 +81,3 @@ def test_results_that_were_pending_can_be_waited_for_once() -> None:
         assert await wait("r", None) is None  # They are forgotten.
 
     asyncio.run(waits())
-
-
-def test_parameters_with_a_capture_of_another_form_cannot_be_made() -> None:
-    for wrong in (42, "filesystem", ["filesystem"]):
-        with pytest.raises(ValueError, match="capture must map consumers"):
-            SamplingParams(capture=wrong)  # type: ignore[arg-type]
-    assert SamplingParams(capture={}).capture == {}

@@ -27,7 +27,7 @@ LAG = 2
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     """The reader `c` takes rows as soon as they are computed."""
-    opened = Bench(truncating="c", page_every=11)
+    opened = Bench(truncating="c", page_every=5)
     yield opened
     opened.close()
 

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.v1.capture._simulation import Life, Step, lives, standing
+from tests.v1.capture._simulation import Life, Step
 from tests.v1.capture._sinks import WAIT
-from tests.v1.capture._strategies import plan_for, positions, wanted
+from tests.v1.capture._strategies import plan_for
 from tests.v1.capture._worker_bench import TAPS, Bench
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.v1.capture.transport.zmq_channel import EndMessage, ResultMessage
@@ -27,52 +25,6 @@ def bench() -> Iterator[Bench]:
     opened = Bench()
     yield opened
     opened.close()
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Life], list[dict], list[list[int]]]:
-    """Up to three requests, their captures, and the requests of each step."""
-    requests = draw(st.lists(lives(), min_size=1, max_size=3))
-    wants = [draw(wanted(r.num_prompt_tokens, r.stop + 2)) for r in requests]
-    turns = [i for i, request in enumerate(requests) for _ in request.steps]
-    order = draw(st.permutations(turns))
-    steps: list[list[int]] = []
-    for turn in order:  # Merged with the previous step if possible.
-        if steps and turn not in steps[-1] and draw(st.booleans()):
-            steps[-1].append(turn)
-        else:
-            steps.append([turn])
-    return requests, wants, steps
-
-
-@given(batch=batches())
-def test_rows_of_any_steps_reach_their_readers(
-    bench: Bench, batch: tuple[list[Life], list[dict], list[list[int]]]
-) -> None:
-    requests, wants, steps = batch
-    names = [bench.new_name() for _ in requests]
-    remaining = [iter(request.steps) for request in requests]
-    for name, request, want in zip(names, requests, wants):
-        bench.open(name, plan_for(want, request.num_prompt_tokens))
-    for turns in steps:
-        taken = [(turn, next(remaining[turn])) for turn in turns]
-        bench.step([(names[t], step.start, step.values) for t, step in taken])
-    for name, request in zip(names, requests):
-        bench.end(name, request)
-    found = bench.collect(sum(len(want) for want in wants))
-
-    for name, request, want in zip(names, requests, wants):
-        for instance, taps in want.items():
-            for tap, ranges in taps.items():
-                rows = found.pop((name, instance, tap), [])
-                kept = standing(request, positions(ranges, request.stop))
-                expected = [(float(p), float(TAPS.index(tap))) for p in kept]
-                if request.settled:
-                    assert rows == expected
-                else:  # Aborted while it recomputed: held rows are gone.
-                    assert rows == [row for row in expected if row in rows]
-    assert not found, "rows that nobody asked for"
-    assert not bench.worker._staging.ring._taken
 
 
 def test_what_taps_read_is_aligned_so_that_compiled_code_copies_nothing(

@@ -35,17 +35,6 @@ def vectors(value: float, layer: int = 0, keep_zeros: bool = False) -> Any:
     return pack({(layer, "post_block"): vector}, keep_zeros=keep_zeros)
 
 
-def test_a_failure_on_one_rank_changes_nothing() -> None:
-    core: Any = Core()
-    before = core.content()
-    core.ranks[1].fails = True
-    with pytest.raises(SteeringChangeError, match="no room"):
-        set_steering(core, SteeringTiers(base=vectors(1)), False)
-    assert core.content() == before
-    assert not core.scheduler.residual.steering.tiers and not EngineSteering.tiers
-    assert core.cache_resets == 0
-
-
 def test_what_is_given_replaces_what_is_at_the_same_point() -> None:
     core: Any = Core()
     set_steering(core, SteeringTiers(base=vectors(1), decode=vectors(5)), False)
@@ -109,20 +98,6 @@ def test_a_request_that_arrives_with_too_much_is_answered_and_not_scheduled() ->
     assert said.startswith("steering_name: with the engine's vectors, what is added")
     assert "prefill tokens at post_block of layer 0" in said
     assert "GET /v1/steering" in said
-
-
-@pytest.mark.parametrize("own", ["base", "prefill", "decode"])
-def test_vectors_that_are_too_much_with_a_requests_change_nothing(own: str) -> None:
-    core: Any = Core(torch.float16)
-    before = core.content()
-    running = request(SteeringTiers(**{own: vectors(60000)}))
-    running.num_computed_tokens = 16
-    core.scheduler.requests["r"] = running
-    with pytest.raises(SteeringValidationError, match="a request in flight"):
-        set_steering(core, SteeringTiers(base=vectors(60000)), False)
-    assert core.content() == before
-    assert not core.scheduler.residual.steering.tiers and not EngineSteering.tiers
-    assert core.cache_resets == 0
 
 
 def test_nothing_is_written_while_the_engine_sleeps() -> None:

@@ -10,7 +10,6 @@ import torch
 
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission, request_fields
-from vllm.v1.steering.frontend.frontend import NO_STEERING_FRONTEND
 from vllm.v1.steering.frontend.modules import SteeringModules
 from vllm.v1.steering.spec.parse import MAX_ENTRIES, SteeredModel
 
@@ -202,18 +201,6 @@ def test_what_adds_nothing_is_not_steering(entry: Any) -> None:
 def test_numpy_integers_are_positions() -> None:
     tiers = admit(admission(), **{BASE: edited(list(np.arange(2)))})
     assert tiers.base.operations[0].positions == ((0, 2),)
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_an_engine_that_does_not_steer_refuses_every_field(name: str) -> None:
-    params: Any = SimpleNamespace(**dict.fromkeys(FIELDS), steering_receipt=False)
-    params.conversation_id = None
-    NO_STEERING_FRONTEND.admit(params, PROMPT)
-    setattr(params, name, {})
-    with pytest.raises(ValueError, match="--enable-steering") as found:
-        NO_STEERING_FRONTEND.admit(params, PROMPT)
-    assert isinstance(found.value, SteeringValidationError)
-    assert found.value.parameter == name
 
 
 @pytest.mark.parametrize("value", [0, "no", None, np.zeros(3)])
