@@ -2,17 +2,20 @@
 """`CaptureConsumer`, the base class of most consumers of captured rows."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from vllm.logger import init_logger
+from vllm.v1.capture.capabilities import group_method
+from vllm.v1.capture.groups import GroupChunk, GroupEnd, GroupSink, OnGroup
 from vllm.v1.capture.memory.buffer_pool import ROWS
+from vllm.v1.capture.results import join_payloads
 
 # Plug-ins import both base classes from here.
 from vllm.v1.capture.sync import SyncCaptureConsumer as SyncCaptureConsumer
 from vllm.v1.capture.types import (
-    CaptureChunk,
     CaptureContext,
     CaptureFinalize,
     CaptureKey,
@@ -20,6 +23,7 @@ from vllm.v1.capture.types import (
     CaptureSpec,
 )
 from vllm.v1.residual.plugin_errors import FAILURES, described
+from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -147,28 +151,40 @@ class CaptureConsumer(ABC):
         """Called when the engine stops; finish within `timeout` seconds."""
 
 
-class BatchingSink:
-    """A `CaptureSink` that collects the chunks of a key for one `on_capture` call."""
+class BatchingSink(GroupSink):
+    """A `CaptureSink` that collects the rows of a request for calls of its consumer.
+
+    It calls `on_group` once for all keys of a group if the consumer has that method,
+    otherwise `on_capture` for each key.
+    """
 
     def __init__(self, consumer: CaptureConsumer) -> None:
         self._consumer = consumer
         self.location = consumer.location
-        self._chunks: dict[CaptureKey, list[torch.Tensor]] = {}
+        self._on_group = group_method(consumer)
+        self._items: dict[str, list[GroupChunk]] = {}
+        """The rows of each request, in order, until one of its keys ends."""
+        self._rows: dict[CaptureKey, list[torch.Tensor]] = {}
+        """The rows of keys that are ended one by one."""
         self._results: dict[CaptureKey, CaptureResult] = {}
 
-    def submit_chunk(self, chunk: CaptureChunk) -> None:
-        """Keep the rows until the key is finalized."""
-        self._chunks.setdefault(chunk.key, []).append(chunk.tensor)
+    def submit_rows(self, items: Sequence[GroupChunk]) -> None:
+        """Keep the rows until the request has ended."""
+        for item in items:
+            self._items.setdefault(item.request_id, []).append(item)
 
     def submit_finalize(self, finalize: CaptureFinalize) -> None:
         """Call `on_capture` with the rows of the key."""
         key = finalize.key
-        chunks = self._chunks.pop(key, [])
+        for item in self._items.pop(key[0], ()):
+            for own, rows in zip(item.keys, item.tensor.unbind(), strict=True):
+                self._rows.setdefault(own, []).append(rows)
+        parts = self._rows.pop(key, [])
         try:
             if finalize.sidecar.get("capture_error"):
                 raise RuntimeError(finalize.sidecar["capture_error"])
             width = finalize.sidecar.get("hidden_size", 0)
-            rows = ROWS.cat(chunks) if chunks else torch.empty(0, width)
+            rows = ROWS.cat(parts) if parts else torch.empty(0, width)
             payload = self._consumer.on_capture(key, rows, finalize.sidecar)
         except Exception as error:
             message = described(error)
@@ -178,6 +194,54 @@ class BatchingSink:
             self._report(key, message)
         else:
             self._results[key] = CaptureResult(key, "ok", payload=payload)
+
+    def submit_ends(
+        self, request_id: str, ends: Sequence[GroupEnd]
+    ) -> list[CaptureResult] | None:
+        """Call `on_group` for each group.
+
+        Large groups arrive in parts, for each of which it is called. If the parts of
+        different steps have different taps, the keys must be ended one by one.
+        """
+        if self._on_group is None:
+            return None
+        ended = {tap for end in ends for tap in end.taps}
+        if any((request_id, *tap) in self._rows for tap in ended):
+            return None  # Another stage was ended one by one.
+        parts: dict[tuple[Tap, ...], list[torch.Tensor]] = {}
+        others: list[GroupChunk] = []
+        for item in self._items.get(request_id, ()):
+            if item.taps[0] in ended:
+                parts.setdefault(item.taps, []).append(item.tensor)
+            else:  # Of another pipeline stage, which sends its ends itself.
+                others.append(item)
+        if len({tap for taps in parts for tap in taps}) < sum(map(len, parts)):
+            return None
+        self._items.pop(request_id, None)
+        if others:
+            self._items[request_id] = others
+        return [self._result_of(end, parts, self._on_group) for end in ends]
+
+    def _result_of(
+        self,
+        end: GroupEnd,
+        parts: Mapping[tuple[Tap, ...], Sequence[torch.Tensor]],
+        on_group: OnGroup,
+    ) -> CaptureResult:
+        key = (end.request_id, *end.taps[0])
+        try:
+            own = {t: ROWS.cat(parts[t]) for t in parts if t[0] in end.taps}
+            if not own:
+                width = end.sidecar.get("hidden_size", 0)
+                own = {end.taps: torch.empty(len(end.taps), 0, width)}
+            payloads = [on_group(taps, rows, end.sidecar) for taps, rows in own.items()]
+            return CaptureResult(key, "ok", payload=join_payloads(payloads))
+        except Exception as error:
+            message = described(error)
+            FAILURES.log(self._name, key, error)
+            for tap in end.taps:
+                self._report((end.request_id, *tap), message)
+            return CaptureResult(key, "error", message)
 
     @property
     def _name(self) -> str:

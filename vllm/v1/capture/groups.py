@@ -7,24 +7,19 @@ keys are made only for sinks that take these.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 import torch
 from msgspec.structs import replace
 
-from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
-from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.results import join_payloads
 from vllm.v1.capture.types import (
     CaptureChunk,
-    CaptureFinalize,
     CaptureKey,
     CaptureResult,
     VllmInternalRequestId,
 )
-from vllm.v1.residual.plugin_errors import FAILURES, described
 from vllm.v1.residual.tap import Tap
 
 
@@ -125,69 +120,3 @@ OnGroup: TypeAlias = Callable[[Sequence[Tap], torch.Tensor, dict[str, Any]], Any
 `rows` is `[taps, rows, hidden_size]` on the CPU, in the stream's dtype; `sidecar` has
 what the keys' sidecars share, which is all but `layer` and `hook`.
 """
-
-
-class GroupBatchingSink(GroupSink, BatchingSink):
-    """A `BatchingSink` that calls `on_group` once for all keys of a group."""
-
-    def __init__(self, consumer: CaptureConsumer, on_group: OnGroup) -> None:
-        super().__init__(consumer)
-        self._on_group = on_group
-        self._items: dict[str, list[GroupChunk]] = {}
-        """The rows of each request, in order, until one of its keys ends."""
-
-    def submit_rows(self, items: Sequence[GroupChunk]) -> None:
-        """Keep the rows until the request has ended."""
-        for item in items:
-            self._items.setdefault(item.request_id, []).append(item)
-
-    def submit_finalize(self, finalize: CaptureFinalize) -> None:
-        """Call `on_capture` with the rows of the key."""
-        for chunk in chunks_in(self._items.pop(finalize.key[0], ())):
-            BatchingSink.submit_chunk(self, chunk)
-        super().submit_finalize(finalize)
-
-    def submit_ends(
-        self, request_id: str, ends: Sequence[GroupEnd]
-    ) -> list[CaptureResult] | None:
-        """Call `on_group` for each group.
-
-        Large groups arrive in parts, for each of which it is called. If the parts of
-        different steps have different taps, the keys must be ended one by one.
-        """
-        ended = {tap for end in ends for tap in end.taps}
-        if any((request_id, *tap) in self._chunks for tap in ended):
-            return None  # Another stage was ended one by one.
-        parts: dict[tuple[Tap, ...], list[torch.Tensor]] = {}
-        others: list[GroupChunk] = []
-        for item in self._items.get(request_id, ()):
-            if item.taps[0] in ended:
-                parts.setdefault(item.taps, []).append(item.tensor)
-            else:  # Of another pipeline stage, which sends its ends itself.
-                others.append(item)
-        if len({tap for taps in parts for tap in taps}) < sum(map(len, parts)):
-            return None
-        self._items.pop(request_id, None)
-        if others:
-            self._items[request_id] = others
-        return [self._result_of(end, parts) for end in ends]
-
-    def _result_of(
-        self, end: GroupEnd, parts: Mapping[tuple[Tap, ...], Sequence[torch.Tensor]]
-    ) -> CaptureResult:
-        key = (end.request_id, *end.taps[0])
-        try:
-            own = {t: ROWS.cat(parts[t]) for t in parts if t[0] in end.taps}
-            if not own:
-                width = end.sidecar.get("hidden_size", 0)
-                own = {end.taps: torch.empty(len(end.taps), 0, width)}
-            payloads = [
-                self._on_group(taps, rows, end.sidecar) for taps, rows in own.items()
-            ]
-            return CaptureResult(key, "ok", payload=join_payloads(payloads))
-        except Exception as error:
-            message = described(error)
-            FAILURES.log(self._name, key, error)
-            for tap in end.taps:
-                self._report((end.request_id, *tap), message)
-            return CaptureResult(key, "error", message)

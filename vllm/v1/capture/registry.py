@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.capabilities import (
     ConsumerCapabilities,
-    group_method,
     is_sink,
     runs_in_steps,
 )
@@ -19,7 +18,6 @@ from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
 )
-from vllm.v1.capture.groups import GroupBatchingSink
 from vllm.v1.capture.sink import CaptureSink
 
 if TYPE_CHECKING:
@@ -251,10 +249,5 @@ def check_folders(consumers: Mapping[str, ConsumerCapabilities]) -> None:
 
 def as_sink(consumer: Any) -> CaptureSink:
     """`consumer` if it is a sink itself, otherwise a `BatchingSink` around it."""
-    if is_sink(consumer):
-        sink: CaptureSink = consumer
-        return sink
-    on_group = group_method(consumer)
-    if on_group is not None:
-        return GroupBatchingSink(consumer, on_group)
-    return BatchingSink(consumer)
+    sink: CaptureSink = consumer if is_sink(consumer) else BatchingSink(consumer)
+    return sink

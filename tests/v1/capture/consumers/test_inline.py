@@ -28,11 +28,12 @@ def captured(encoding: str | None = None, dtype: torch.dtype = torch.bfloat16):
 def test_rows_come_back_by_layer_and_hook_with_their_positions() -> None:
     rows, result = captured()
     assert result.status == "ok"
-    assert result.payload.keys() == rows.keys()
+    payload = result.payload.by_tap()
+    assert payload.keys() == rows.keys()
     for tap, tensor in rows.items():
-        assert torch.equal(result.payload[tap], tensor)
-        assert result.payload.positions[tap] == list(range(len(tensor)))
-        assert result.payload.token_ids[tap] == [100 + i for i in range(len(tensor))]
+        assert torch.equal(payload[tap], tensor)
+        assert payload.positions[tap] == list(range(len(tensor)))
+        assert payload.token_ids[tap] == [100 + i for i in range(len(tensor))]
 
 
 def test_rows_survive_the_way_between_processes() -> None:
@@ -45,13 +46,14 @@ def test_rows_survive_the_way_between_processes() -> None:
     for tap, tensor in rows.items():
         assert torch.equal(payload[tap], tensor)
         payload[tap].add_(1)  # the receiver's own memory
-    assert payload.positions == result.payload.positions
+    assert payload.positions == result.payload.by_tap().positions
 
 
 @pytest.mark.parametrize("encoding", [None, "base64", "zstd"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_http_data_is_exact(encoding: str | None, dtype: torch.dtype) -> None:
     rows, result = captured(encoding, dtype)
+    result.payload = result.payload.by_tap()
     entries = as_json({"inline": result})["inline"]["payload"]
     assert {(e["layer"], e["hook"]) for e in entries} == rows.keys()
     for entry in entries:

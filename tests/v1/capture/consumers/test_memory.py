@@ -14,8 +14,7 @@ from vllm.v1.capture.consumers.memory import MemoryConsumer, path_safe
 from vllm.v1.capture.consumers.memory.patch_source import PatchSourceConsumer
 from vllm.v1.capture.consumers.memory.store import RowStore, selected
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.groups import GroupBatchingSink, GroupChunk, GroupEnd
-from vllm.v1.capture.registry import as_sink
+from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.types import CaptureFinalize, VllmInternalRequestId
 
@@ -77,7 +76,7 @@ def test_without_a_name_a_request_is_kept_under_its_id() -> None:
 GROUP = tuple((layer, "post_block") for layer in range(4))
 
 
-def ended(sink: GroupBatchingSink, taps: Any, rows: torch.Tensor) -> bool:
+def ended(sink: BatchingSink, taps: Any, rows: torch.Tensor) -> bool:
     """End a group; whether all of it was kept at once, not key by key."""
     shared = sidecar_of("r", taps[0], rows)
     results = sink.submit_ends("r", [GroupEnd(ID, taps, shared)])
@@ -103,8 +102,7 @@ def test_a_group_is_kept_whole_however_its_rows_arrive(
 ) -> None:
     """Rows of a step come in parts if they are many; `cuts` are their taps by step."""
     consumer, rows = keeping(), torch.randn(4, 6, 8)
-    sink = as_sink(consumer)
-    assert isinstance(sink, GroupBatchingSink)
+    sink = BatchingSink(consumer)
     for step, parts in enumerate(cuts):
         first, start = 3 * step, 0
         for count in parts:
@@ -121,8 +119,7 @@ def test_a_group_is_kept_whole_however_its_rows_arrive(
 @pytest.mark.parametrize("split", [False, True])
 def test_stages_that_end_one_after_another_keep_their_own_rows(split: bool) -> None:
     consumer, rows = keeping(), torch.randn(4, 6, 8)
-    sink = as_sink(consumer)
-    assert isinstance(sink, GroupBatchingSink)
+    sink = BatchingSink(consumer)
     stages = (slice(0, 2), slice(2, 4))
     for stage in stages:
         chunk = GroupChunk(ID, GROUP[stage], rows[stage, :2], 0, 0, [0, 1])
