@@ -74,10 +74,10 @@ def save(
     Path(path).write_text(shown, encoding="utf-8")
 
 
-def frame(parts: list[dict[str, Any]], height: int = 480) -> str:
+def frame(parts: list[dict[str, Any]]) -> str:
     """The document as an element of a notebook, apart from its other scripts."""
     return (
-        f'<iframe sandbox="allow-scripts" style="width:100%;height:{height}px;border:0"'
+        '<iframe sandbox="allow-scripts" style="width:100%;height:480px;border:0"'
         f' title="Clearbox results" srcdoc="{escape(document(parts))}"></iframe>'
     )
 

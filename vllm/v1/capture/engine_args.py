@@ -156,7 +156,6 @@ def capture_config(
             value=[entry.instance_name for entry in config.consumers],
         )
     for consumer in config.consumers:
-        check_consumer(consumer_class(consumer.name), consumer.name)
         check_params(consumer)
     _check_graphsafe_keys(config.graphsafe_keys, model_config)
     _check_spill(config, chosen)

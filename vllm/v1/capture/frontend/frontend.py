@@ -226,7 +226,7 @@ class CaptureFrontend(NoCapture):
             if plan.lanes or params.capture:
                 plan = self._requests.claims.reserve(params.capture, plan)
             try:
-                relieve = self._portions.relieve if self._portions else _no_relief
+                relieve = self._portions.relieve if self._portions else None
                 self._room.reserve(plan, params.max_tokens, relieve)
             except CaptureValidationError:
                 self._requests.claims.release(id(plan))
@@ -465,8 +465,3 @@ class CaptureFrontend(NoCapture):
             owner = self._requests.owner_of(request_id)
             if owner is not None:
                 self._live.put(*owner, rows)
-
-
-def _no_relief() -> bool:
-    """Nothing to wait for: a serving engine refuses, and the client tries again."""
-    return False

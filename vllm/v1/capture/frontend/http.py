@@ -153,7 +153,7 @@ def _plain(payload: Any, path: str, show: Show) -> Any:
         return f"<{type(payload).__name__}>"
 
 
-def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool:
+def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> None:
     """Copy the results of an output into its chunk of a streaming response.
 
     An output may have parts of several samples, each with a chunk of its own; the
@@ -164,15 +164,6 @@ def stamp(chunk: Any, output: "RequestOutput", part: "CompletionOutput") -> bool
         output: the engine's output, intermediate or final.
         part: the part of `output` that belongs to one sample.
 
-    Returns:
-        Whether the chunk contains rows.
-
     """
-    if not output.capture_results:
-        return False
-    if part is not output.outputs[-1]:
-        return False
-    chunk.capture_results = deferred(output.capture_results)
-    return any(
-        isinstance(result, Deferred) for result in chunk.capture_results.values()
-    )
+    if output.capture_results and part is output.outputs[-1]:
+        chunk.capture_results = deferred(output.capture_results)

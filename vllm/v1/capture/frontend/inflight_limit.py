@@ -84,18 +84,19 @@ class InflightLimit:
         self,
         plan: CapturePlan,
         max_tokens: int | None,
-        relieve: Callable[[], bool] = lambda: False,
+        relieve: Callable[[], bool] | None = None,
     ) -> None:
         """Reserve room for the rows of an admitted request.
 
         Args:
             plan: the request's plan.
             max_tokens: how many tokens it may generate.
-            relieve: waits until a request in flight has ended; False if none can.
+            relieve: waits until a request in flight has ended; False if none can. None
+                if the client shall try again instead.
 
         Raises:
             CaptureValidationError: the rows never fit.
-            NoRoomNowError: they do not fit now, and `relieve` returned False.
+            NoRoomNowError: they do not fit now, and none can be waited for.
 
         """
         needed = self.bytes_of(plan, max_tokens)
@@ -106,7 +107,7 @@ class InflightLimit:
                 self._try_to_reserve(plan, needed)
                 return
             except NoRoomNowError:
-                if not relieve():
+                if relieve is None or not relieve():
                     raise
 
     def _try_to_reserve(self, plan: CapturePlan, needed: Mapping[str, int]) -> None:

@@ -19,7 +19,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.utils.platform_utils import is_pin_memory_available
-from vllm.v1.capture.memory.budget import BUDGET, HostBudget, collect_all
+from vllm.v1.capture.memory.budget import BUDGET, collect_all
 from vllm.v1.capture.memory.buffer_pool import Bytes, Extents, Slab, Slabs, lent
 from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
 
@@ -45,7 +45,6 @@ class Pages:
         max_bytes: int,
         pin: Callable[[Bytes], None],
         ahead_bytes: int = 0,
-        budget: HostBudget = BUDGET,
     ) -> None:
         """Start pinning the first slab.
 
@@ -54,14 +53,12 @@ class Pages:
             max_bytes: maximum size of all slabs.
             pin: pins memory; raises RuntimeError if that fails.
             ahead_bytes: how much to keep free for later steps; at least one slab.
-            budget: the budget that slabs are allocated from.
 
         """
         self._slab_bytes = round_up(slab_bytes, ALIGNMENT)
         self._most = max_bytes // self._slab_bytes
         self._ahead = max(ahead_bytes // self._slab_bytes, 1)
         self._pin = pin
-        self._budget = budget
         self._slabs = Slabs()
         self._lock = threading.Lock()
         """Guards the list of slabs and their free parts."""
@@ -106,12 +103,12 @@ class Pages:
             for slab in self._slabs.all:
                 slab.needed = False
         for slab in unused:
-            self._budget.give_back(OWNER, slab.segment.size)
+            BUDGET.give_back(OWNER, slab.segment.size)
 
     def _grow(self) -> None:
         if self._growing is not None and self._growing.is_alive():
             return
-        if len(self._slabs.all) < self._most and self._budget.fits(self._slab_bytes):
+        if len(self._slabs.all) < self._most and BUDGET.fits(self._slab_bytes):
             self._growing = threading.Thread(
                 target=self._add_slabs, name="capture-pin", daemon=True
             )
@@ -128,14 +125,14 @@ class Pages:
                 return
 
     def _add_slab(self) -> bool:
-        if not self._budget.take(OWNER, self._slab_bytes):
+        if not BUDGET.take(OWNER, self._slab_bytes):
             return False
         try:
             segment = SharedSegment(self._slab_bytes)
             segment.populate()  # Populated memory is pinned much faster.
             self._pin(segment.memory)
         except (RuntimeError, OSError) as error:
-            self._budget.give_back(OWNER, self._slab_bytes)
+            BUDGET.give_back(OWNER, self._slab_bytes)
             self._most = len(self._slabs.all)
             if not threading.main_thread().is_alive():
                 return False  # The interpreter is exiting and starts no threads.

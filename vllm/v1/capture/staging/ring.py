@@ -136,7 +136,6 @@ class Staging:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
-        pages: Pages | None = None,
         scratch_rows: int = 0,
         encoder: RowEncoder | None = None,
     ) -> None:
@@ -147,8 +146,6 @@ class Staging:
             width: values per row.
             dtype: of the rows.
             device: the device of the model.
-            pages: memory for the rows of prompts; by default pinned pages on a GPU,
-                none on a CPU.
             scratch_rows: additional rows for steps whose rows only readouts use.
             encoder: encodes rows before they are copied to the host; by default they
                 are copied as they are.
@@ -168,10 +165,11 @@ class Staging:
         row_bytes = width * dtype.itemsize
         self._page_rows = PAGE_BYTES // row_bytes
         self._stream: torch.cuda.Stream | None = None
-        self._pages = pages
+        self._pages: Pages | None = None
+        """Memory for the rows of prompts, on a GPU."""
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            if pages is None and num_rows // 2 >= self._page_rows:
+            if num_rows // 2 >= self._page_rows:
                 self._pages = pinned_pages(num_rows // 2 * row_bytes, device)
             memory = np.zeros((num_rows, row_bytes), dtype=np.uint8)
             BUDGET.claim("staging", memory.nbytes)

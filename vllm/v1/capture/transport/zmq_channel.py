@@ -40,9 +40,6 @@ QUIET_SECONDS = 10.0
 SEND_SECONDS = 60.0
 """A blocked sender gives up after this time."""
 
-MERGED_LAYER = -1
-MERGED_HOOK = "*"
-
 
 class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     """The result of a request at one instance and pipeline stage."""
@@ -72,7 +69,7 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     def result(self) -> CaptureResult:
         """Recreate the result."""
         payload = put_back(self.payload, self.tensors)
-        key = (self.request_id, MERGED_LAYER, MERGED_HOOK)
+        key = (self.request_id, -1, "*")
         return CaptureResult(key, self.status, self.error, payload)  # type: ignore[arg-type]
 
 
