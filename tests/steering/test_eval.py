@@ -3,17 +3,17 @@
 
 import json
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+from tests.client._answering import served
 from vllm.steering.evaluation.candidates import KINDS, candidates
 from vllm.steering.evaluation.curves import draw_points, points_table
 from vllm.steering.evaluation.engine import Answer
@@ -173,30 +173,17 @@ def judge() -> Iterator[Any]:
     asked: list[str] = []
     ratings = {"Concept:": "Rating: 2", "instruction asks": "So, rating: 1."}
 
-    class Answers(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = body["messages"][0]["content"]
-            asked.append(content)
-            text = next((r for m, r in ratings.items() if m in content), "Rating: 2")
-            if "mute" in content:
-                text = "I would rather not."
-            told = {"choices": [{"message": {"content": text}}]}
-            raw = json.dumps(told).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
+    def answer(request: httpx.Request) -> httpx.Response:
+        content = json.loads(request.content)["messages"][0]["content"]
+        asked.append(content)
+        text = next((r for m, r in ratings.items() if m in content), "Rating: 2")
+        if "mute" in content:
+            text = "I would rather not."
+        told = {"choices": [{"message": {"content": text}}]}
+        return httpx.Response(200, json=told)
 
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield RemoteJudge(f"http://127.0.0.1:{server.server_port}", "m", "joy"), asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(answer) as url:
+        yield RemoteJudge(url, "m", "joy"), asked
 
 
 def test_a_judge_is_asked_three_questions_and_the_harmonic_mean_taken(

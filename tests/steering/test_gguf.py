@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFReader, GGUFValueType
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -16,7 +17,6 @@ from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.provenance import Provenance
 
 WIDTH = 8
-UINT32, INT32, STRING = 4, 5, 8
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
@@ -78,11 +78,13 @@ def test_written_then_read_is_the_same(
     said = Provenance(model_type="qwen3")
     write_gguf(path, vector_set(expected, said), writer)
     assert same(read_gguf(path), expected)
-    values, tensors = _foreign.read_gguf(path)
-    assert values["general.architecture"] == (STRING, "controlvector")
-    assert values["controlvector.model_hint"] == (STRING, "qwen3")
-    kind = INT32 if writer == "llama.cpp" else UINT32
-    assert values["controlvector.layer_count"] == (kind, len(layers))
+    file = GGUFReader(path)
+    assert file.fields["general.architecture"].contents() == "controlvector"
+    assert file.fields["controlvector.model_hint"].contents() == "qwen3"
+    count, kinds = file.fields["controlvector.layer_count"], GGUFValueType
+    assert count.types == [kinds.INT32 if writer == "llama.cpp" else kinds.UINT32]
+    assert count.contents() == len(layers)
+    tensors = {one.name: one.data for one in file.tensors}
     assert tensors.keys() == {f"direction.{layer}" for layer in layers}
     for layer, vector in layers.items():
         assert np.array_equal(tensors[f"direction.{layer}"], vector)
@@ -133,9 +135,8 @@ def test_files_that_are_no_control_vectors_are_refused(tmp_path: Path) -> None:
     refused(none, "no vectors")
     named = _foreign.gguf(tmp_path / "o.gguf", {"direction.x": row(1)})
     refused(named, "not named direction.LAYER")
-    zero = _foreign.gguf(
-        tmp_path / "z.gguf", {"direction.0": row(1)}, layer_count_type=INT32
-    )
+    kinds = GGUFValueType
+    zero = _foreign.gguf(tmp_path / "z.gguf", {"direction.0": row(1)}, kinds.INT32)
     refused(zero, "at least 1", "measured")
     mixed = {1: row(1), 2: np.ones(3, np.float32)}
     refused(_foreign.repeng(tmp_path / "w.gguf", mixed), "8 numbers")

@@ -90,6 +90,7 @@ FILES: tuple[tuple[dict[str, torch.Tensor], dict[str, str], str], ...] = (
     (PROBE, {"cosine": "yes"}, "cosine 'yes' has no meaning"),
     ({"vectors": torch.zeros(2, 4)}, {"cosine": "true"}, "no direction"),
     (PROBE | {"bais": torch.ones(2)}, {}, "'bais' is none of"),
+    ({"vectors": torch.ones(5000, 4)}, {}, "at most 4096"),
     (PROBE | {"threshold": torch.ones(2)}, {"activation": "relu"}, "another with them"),
     (PROBE, {"activation": "jumprelu"}, "without thresholds"),
     ({"2.weight": torch.eye(4)}, {"kind": "translator"}, ""),
@@ -146,15 +147,6 @@ def test_a_module_is_for_hook_points_that_the_loaded_model_has() -> None:
     ):
         with pytest.raises(ReadoutValidationError, match=said):
             check_place(replace(info(""), tap=tap), points)
-
-
-def test_a_probe_of_too_many_rows_is_an_error_of_the_path(tmp_path: Path) -> None:
-    path = str(tmp_path / "mood.safetensors")
-    said = {"format": FORMAT, "kind": "probe"}
-    save_file({"vectors": torch.ones(5000, 4)}, path, said)
-    with pytest.raises(ReadoutValidationError, match="mood") as refused:
-        described_file("mood", path, model_config(4))
-    assert refused.value.parameter == "path"
 
 
 def test_a_probes_file_that_has_changed_is_not_steered_by(tmp_path: Path) -> None:

@@ -65,15 +65,6 @@ def test_parts_wait_for_an_output_that_carries_them() -> None:
     assert taken(one) == []
 
 
-def test_a_position_that_is_computed_again_counts_once() -> None:
-    one = request()
-    scheduling = opened(one)
-    for number in (10, 11, 11, 12):
-        one.num_tokens = number + 1
-        scheduling.take(one, values(number, float(number)), 1, [5])
-    assert taken(one) == [(10, [10.0]), (11, [11.0]), (12, [12.0])]
-
-
 @given(
     arrays(
         st.sampled_from([np.float32, np.int32, np.float16]),
@@ -110,16 +101,6 @@ def test_positions_are_those_that_were_accepted_before() -> None:
     assert taken(one) == [(11, [1, 2])]
 
 
-def test_a_preempted_request_gets_nothing_twice() -> None:
-    one = request()
-    scheduling = opened(one)
-    scheduling.take(one, values(0, *range(10)), 10, [5])
-    one.num_tokens = 11
-    taken(one)
-    scheduling.take(one, values(0, *range(100, 111)), 11, [6])
-    assert taken(one) == [(10, [110])]
-
-
 @pytest.mark.parametrize(
     ("numbers", "left", "shown"),
     [
@@ -154,14 +135,6 @@ def test_only_the_wanted_positions_are_kept() -> None:
     scheduling = opened(one)
     scheduling.take(one, values(0, *range(10)), 10, [5])
     assert taken(one) == [(2, [2, 3]), (6, [6])]
-
-
-def test_what_has_ended_is_forgotten() -> None:
-    one = request()
-    scheduling = opened(one)
-    assert "r" in scheduling
-    scheduling.forget(one)
-    assert "r" not in scheduling
 
 
 @pytest.mark.parametrize(("least", "kept"), [(0, 1), (1, 1), (2, 2), (3, 3), (4, 3)])

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from vllm import SamplingParams
 from vllm.v1.capture.types import CaptureContext, VllmInternalRequestId
 from vllm.v1.readouts.errors import ReadoutValidationError
 from vllm.v1.readouts.frontend.admission import MAX_NUMBERS, check_size
 from vllm.v1.readouts.frontend.entry import Server
 from vllm.v1.readouts.frontend.rules import parse_stops
 from vllm.v1.readouts.frontend.spec import parse_readout
-from vllm.v1.residual.frontend.front_end import NO_FRONT_END
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.readout_plan import Readout, Refusals, RowPart
 from vllm.v1.steering.spec.arrays import as_array
@@ -165,13 +163,6 @@ def test_a_lens_on_a_head_that_is_no_linear_map_is_refused() -> None:
         given = {"kind": "lens", **RIGHT["lens"], "top_k": top_k}
         with pytest.raises(ReadoutValidationError, match="0 to 64"):
             parse_readout("n", given, CONTEXT, SERVER)
-
-
-def test_readouts_on_an_engine_without_them_are_refused() -> None:
-    params = SamplingParams(readouts={"n": {"kind": "probe", **RIGHT["probe"]}})
-    with pytest.raises(ValueError, match="--enable-readouts") as found:
-        NO_FRONT_END.admit("r", params, 3)
-    assert "readouts" in str(found.value)
 
 
 @pytest.mark.parametrize(

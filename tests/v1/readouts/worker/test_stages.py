@@ -40,25 +40,6 @@ def passed_on(message: StageMessage) -> StageMessage:
     return incoming.opened()
 
 
-def test_rows_of_all_stages_are_those_of_one_job_in_the_order_of_its_taps() -> None:
-    message = StageMessage()
-    assert message.put({"hidden_states": KEY}) == {"hidden_states": KEY}
-    assert ReceivedStageMessage.taken({"hidden_states": KEY}) is None
-    message.add_rows(job(SEND, "a", slice(2), 5), torch.arange(4.0)[:, None], 3)
-    message.add_rows(job(SEND, "gone", slice(1), 0), torch.zeros(2, 1), 0)
-    message.add_rows(job(SEND, "half", slice(1), 0), torch.zeros(2, 1), 0)
-    received = passed_on(passed_on(message))
-    own = torch.tensor([[10.0], [11.0]])
-    received.add_rows(job(SEND, "a", slice(2, 3), 7), own, 1)
-    reading = {"a": {"all": (WHOLE, KEY)}, "half": {"all": (WHOLE, KEY)}}
-    ((made, index),) = joined_jobs(received.places, reading, 1)
-    rows = torch.cat(received.rows)[torch.from_numpy(index)]
-    assert rows[:, 0].tolist() == [0.0, 1.0, 10.0, 2.0, 3.0, 11.0]
-    (only,) = made.entries
-    # At position 8: 5 moved on by 3, and 7 by the 1 that is added to all jobs later.
-    assert (only.start, only.first, only.readout, only.num_rows) == (7, 0, WHOLE, 6)
-
-
 def test_a_joined_set_serves_the_steps_of_its_batch() -> None:
     own = Job(KEY, [entry("b", WHOLE, 1)])
     norm = Job(("norm",), [entry("b", WHOLE, 1)])
@@ -121,14 +102,6 @@ def test_results_arrive_as_they_were(dtype: torch.dtype) -> None:
     assert (first.count, first.req_id, first.readout.taps) == (3, "a", TAPS[:1])
 
 
-def test_a_norms_staged_taps_are_those_of_its_stage() -> None:
-    taps = (1, "b"), (2, "aa")
-    norm = Readout("r", "norm", taps, (), alone=taps[:1])
-    message = StageMessage(results=[JobResult([entry("a", norm, 0)], 0, {})])
-    (found,) = passed_on(message).results
-    assert found.entries[0].readout.staged == norm.staged == (*taps, (1, "aa"))
-
-
 def rows_of(taps: tuple[Any, ...], reduced: bool) -> JobResult:
     """Rows whose values are their layers, and those of their hook points."""
     one = Entry("a", Readout("r", "rows", taps, ()), 4, 2, 0, no_rows(2, 0), reduced)
@@ -138,35 +111,18 @@ def rows_of(taps: tuple[Any, ...], reduced: bool) -> JobResult:
     )
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_parts_of_several_stages_are_one_in_the_order_of_the_taps(
-    reduced: bool,
-) -> None:
-    taps = tuple((layer, hook) for hook in ("b", "aa") for layer in (0, 1, 2))
-    early, late = taps[0:2] + taps[3:5], (taps[2], taps[5])
-    results = [rows_of(early, reduced), rows_of(late, reduced)]
-    pending = PendingReadouts(results, {"a": 4}, split={"a": {"r": taps}})
-    (part,) = pending.collect()["a"].parts
-    expected = [1.0, 11.0, 21.0, 2.0, 12.0, 22.0]
-    assert (part.start, part.count, part.reduced) == (4, 2, reduced)
-    found = part.arrays["rows"]
-    assert found.shape == ((6, 1) if reduced else (2, 6, 1))
-    assert found.reshape(-1, 6)[-1].tolist() == expected
-    missing = PendingReadouts(results[:1], {"a": 4}, split={"a": {"r": taps}})
-    assert missing.collect()["a"].parts == []
-
-
 @pytest.mark.parametrize("failed", [0, 1])
 def test_an_error_of_one_stage_is_that_of_its_readout_alone(failed: int) -> None:
     taps = ((0, "b"), (1, "b"))
     results = [rows_of((tap,), False) for tap in taps]
     results[failed].errors, results[failed].arrays = {0: "no room"}, {}
-    pending = PendingReadouts(
-        [*results, rows_of(TAPS, False)], {"a": 4}, split={"a": {"r": taps}}
-    )
+    split = {"a": {"r": taps}}
+    pending = PendingReadouts([*results, rows_of(TAPS, False)], {"a": 4}, split=split)
     other = Readout("other", "rows", TAPS, ())
     pending.results[2].entries = [Entry("a", other, 4, 2, 0, no_rows(2, 0))]
     good, part = pending.collect()["a"].parts
     assert (part.error, part.start, part.count) == ("no room", 4, 2)
     assert not part.arrays
     assert good.name == "other" and good.arrays["rows"].shape == (2, 3, 1)
+    missing = PendingReadouts([rows_of(taps[:1], False)], {"a": 4}, split=split)
+    assert missing.collect()["a"].parts == []

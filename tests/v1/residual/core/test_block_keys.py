@@ -50,25 +50,6 @@ def test_a_first_load_adds_no_key() -> None:
     assert request("a").block_hashes == before
 
 
-def test_blocks_of_an_adapter_that_is_loaded_again_are_not_found() -> None:
-    block_keys.note_adapter(scheduler(), "a")
-    first, other, plain = (request(one).block_hashes for one in ("a", "b", None))
-    block_keys.note_adapter(scheduler(), "a")
-    assert not set(first) & set(request("a").block_hashes)
-    assert request("b").block_hashes == other
-    assert request().block_hashes == plain
-
-
-def test_blocks_that_earlier_weights_have_computed_are_not_found() -> None:
-    first = request().block_hashes
-    block_keys.note_weights(scheduler())
-    second = request().block_hashes
-    block_keys.note_weights(scheduler())
-    assert not set(first) & set(second) and not set(second) & set(
-        request().block_hashes
-    )
-
-
 def test_a_running_request_shares_no_block_that_follows_a_change() -> None:
     one, other = request(name="1"), request(name="2")
     old = list(one.block_hashes)

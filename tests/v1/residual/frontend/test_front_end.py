@@ -50,19 +50,21 @@ def test_capture_admits_last_because_it_reserves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "remedy"),
     [
-        ("capture", {"inline": {"hooks": {"post_block": [0]}}}),
-        ("readouts", {"n": {"kind": "norm", "layers": [0]}}),
-        ("steering_vectors", {"post_block": {0: [1.0]}}),
+        ("capture", {"inline": {"hooks": {"pre_attn": [0]}}}, "--capture-consumers"),
+        ("readouts", {"n": {"kind": "norm", "layers": [0]}}, "--enable-readouts"),
+        ("steering_vectors", {"pre_attn": {0: [1.0]}}, "--enable-steering"),
     ],
 )
 def test_with_all_features_off_requests_for_them_are_refused(
-    name: str, value: Any
+    name: str, value: Any, remedy: str
 ) -> None:
     params = SamplingParams(**{name: value})
-    with pytest.raises(VLLMValidationError, match=name):
+    with pytest.raises(VLLMValidationError, match=remedy) as refused:
         NO_FRONT_END.admit("r", params, 3)
+    assert refused.value.parameter == name
+    assert str(refused.value.value) == str(value)
     plain = SamplingParams()
     NO_FRONT_END.admit("r", plain, 3)
     assert asyncio.run(NO_FRONT_END.prepare(plain)) is plain
