@@ -15,20 +15,26 @@ from vllm.v1.capture.dispatch.row_buffer import (
     RowBuffer,
     RowLedger,
     Rows,
-    Span,
     joined,
 )
 from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
-from vllm.v1.residual.row_blocks import Block
 from vllm.v1.residual.spans import overlap
 
 MEMORY = torch.arange(400).float()[:, None].repeat(1, 2)
 """Memory whose rows contain their index."""
 
 
-def span(num_steps: int, step: int, num_rows: int) -> Span:
-    """Steps up to `step`, of `num_rows` rows each."""
-    return Span(num_steps, step, MEMORY, num_rows)
+def of_prompt(start: int, num_rows: int, step: int, first: int, stride: int) -> Piece:
+    """Rows of one step, at taps that are `stride` rows apart."""
+    return Piece(start, num_rows, 1, step, MEMORY, first, stride, 1, 2)
+
+
+def of_steps(
+    start: int, num_steps: int, step: int, first: int, stride: int, step_rows: int
+) -> Piece:
+    """A row of each of some steps up to `step`, which have `step_rows` rows each."""
+    size = num_steps, num_steps
+    return Piece(start, *size, step, MEMORY, first, stride, step_rows, 2)
 
 
 def places(piece: Piece, taps: int) -> list[list[float]]:
@@ -37,11 +43,6 @@ def places(piece: Piece, taps: int) -> list[list[float]]:
     copy_rows([piece.copy_to(rows, 1)])
     assert not rows[:, [0, -1]].any(), "nothing else is written"
     return rows[:, 1:-1, 0].tolist()
-
-
-def block(num_rows: int, taps: int) -> Block:
-    """A block of a layout, without requests."""
-    return Block(tuple(range(taps)), {}, (), (), num_rows)
 
 
 @given(
@@ -54,8 +55,7 @@ def block(num_rows: int, taps: int) -> Block:
 def test_a_piece_has_the_place_of_each_row(
     num_steps: int, num_rows: int, place: int, tap_stride: int, taps: int
 ) -> None:
-    piece = Piece(span(num_steps, 9, num_rows), 20, 1, place, block(tap_stride, taps))
-    assert piece.num_rows == piece.num_steps == num_steps
+    piece = of_steps(20, num_steps, 9, place, tap_stride, num_rows)
     assert places(piece, taps) == [
         [place + step * num_rows + tap * tap_stride for step in range(num_steps)]
         for tap in range(taps)
@@ -63,11 +63,11 @@ def test_a_piece_has_the_place_of_each_row(
 
 
 def test_rows_of_a_prompt_are_not_continued() -> None:
-    piece = Piece(span(1, 0, 8), 0, 4, 0, block(4, 2))
+    piece = of_prompt(0, 4, 0, 0, 4)
     assert places(piece, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    after = Piece(span(1, 1, 8), 4, 1, 8, block(4, 2))
+    after = of_prompt(4, 1, 1, 8, 4)
     assert not after.continues(piece)
-    assert Piece(span(2, 3, 8), 5, 1, 100, block(4, 2)).continues(after)
+    assert of_steps(5, 2, 3, 100, 4, 8).continues(after)
 
 
 TAPS, WIDTH = 2, 3
@@ -78,8 +78,8 @@ def put(gathering: RowBuffer, start: int, num_rows: int, most: int) -> Rows:
     rows = torch.arange(start, start + num_rows).float().repeat(TAPS, 1)
     rows = torch.stack([rows, rows, torch.arange(TAPS)[:, None].expand_as(rows)], -1)
     copies: list[RowCopy] = []
-    span = Span(1, 0, rows.flatten(0, 1), TAPS * num_rows)
-    piece = Piece(span, start, num_rows, 0, block(num_rows, TAPS))
+    flat = rows.flatten(0, 1)
+    piece = Piece(start, num_rows, 1, 0, flat, 0, num_rows, 1, WIDTH)
     (rows,) = gathering.gather([piece], start + most, copies)
     copy_rows(copies)
     return rows

@@ -22,7 +22,6 @@ import torch
 
 from vllm.v1.capture.memory.buffer_pool import ROWS
 from vllm.v1.capture.memory.row_copy import RowCopy
-from vllm.v1.residual.row_blocks import Block
 
 
 class Rows(NamedTuple):
@@ -119,69 +118,32 @@ class RowLedger:
         return taken
 
 
-class Span(NamedTuple):
-    """Consecutive steps with the same layout, adjacent on the host."""
+class Piece(NamedTuple):
+    """Rows of one request and group at consecutive positions, of one or more steps.
 
+    If the steps are several, each has one row.
+    """
+
+    start: int
+    """Token position of the first row."""
+    num_rows: int
     num_steps: int
     step: int
-    """Number of the last step."""
-    memory: torch.Tensor  # [rows, hidden_size]
-    num_rows: int
-    """Rows of one step, of all requests at all taps."""
+    """The engine step that computed the last row."""
+    memory: torch.Tensor  # [rows, hidden_size], the host ring
+    first: int
+    """Index in `memory` of the first row at the first tap."""
+    tap_stride: int
+    """Rows of `memory` between taps."""
+    row_stride: int
+    """Rows of `memory` between rows."""
+    width: int
+    """Values per row."""
+    page: tuple[torch.Tensor, int] | None = None
+    """A page `[taps, rows, hidden_size]` and the index of the first row in it.
 
-
-class Piece:
-    """Rows of one request and group at consecutive positions, of one or more steps."""
-
-    __slots__ = (
-        "_first",
-        "_memory",
-        "_row_stride",
-        "_tap_stride",
-        "num_rows",
-        "num_steps",
-        "page",
-        "start",
-        "step",
-        "width",
-    )
-
-    def __init__(
-        self,
-        span: Span,
-        start: int,
-        num_rows: int,
-        first: int,
-        block: Block,
-    ) -> None:
-        """Describe the rows that a request has in a span.
-
-        Args:
-            span: the steps; if there are several, each has one row of the request.
-            start: token position of the first row.
-            num_rows: rows per step.
-            first: index of the first row at the first tap in the span's memory.
-            block: of the layout of these steps.
-
-        """
-        self.start = start
-        """Token position of the first row."""
-        self.num_rows = num_rows * span.num_steps
-        self.num_steps = span.num_steps
-        """If there are several, each has one row."""
-        self.step = span.step
-        """The engine step that computed the last row."""
-        self.page: tuple[torch.Tensor, int] | None = None
-        """A page `[taps, rows, hidden_size]` and the index of the first row in it.
-
-        None if the rows are in the host ring.
-        """
-        self._memory = span.memory
-        self._first = first
-        self._row_stride = block.each if span.num_steps == 1 else span.num_rows
-        self._tap_stride = block.num_rows * block.each
-        self.width = block.width or span.memory.shape[1]
-        """Values per row."""
+    None if the rows are in the host ring.
+    """
 
     def continues(self, before: "Piece") -> bool:
         """Whether both have one row per step, and this one continues `before`."""
@@ -201,11 +163,11 @@ class Piece:
         return RowCopy(
             memory,
             place,
-            self._memory,
-            self._first,
+            self.memory,
+            self.first,
             self.num_rows,
-            self._tap_stride,
-            self._row_stride,
+            self.tap_stride,
+            self.row_stride,
         )
 
 
@@ -249,7 +211,10 @@ class RowBuffer:
             num_rows = sum([piece.num_rows for piece in stretch])
             if first.page is None:
                 memory, place = self._room_for(num_rows, end - first.start, first.width)
-                copies.extend(copies_to(memory, place, stretch))
+                at = place
+                for piece in stretch:
+                    copies.append(piece.copy_to(memory, at))
+                    at += piece.num_rows
             else:
                 memory, place = first.page
             before = None
@@ -282,15 +247,6 @@ def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         stretch.append(piece)
     if stretch:
         yield stretch
-
-
-def copies_to(
-    memory: torch.Tensor, place: int, stretch: Sequence[Piece]
-) -> Iterator[RowCopy]:
-    """The copies of a stretch to consecutive rows of `memory`, from `place` on."""
-    for piece in stretch:
-        yield piece.copy_to(memory, place)
-        place += piece.num_rows
 
 
 def joined(parts: list[Rows]) -> torch.Tensor:

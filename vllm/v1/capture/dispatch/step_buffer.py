@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from vllm.v1.capture.dispatch.row_buffer import Piece, Span
+from vllm.v1.capture.dispatch.row_buffer import Piece
 from vllm.v1.capture.staging.request_pages import Places
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.residual.row_blocks import Block, BlockRow
@@ -168,11 +168,18 @@ class StepChain:
         blocks = first.placed.layout.blocks
         block, rows = blocks[number], first.segment.num_rows
         before = sum([one.num_staged for one in blocks[:number]])
-        span = Span(length - since, self._last.step, self._memory, rows)
-        start = block_row.origin + first.placed.shift + since
         place = first.segment.start + since * rows + before
-        place += block_row.place * block.each
-        piece = Piece(span, start, 1, place, block)
+        piece = Piece(
+            block_row.origin + first.placed.shift + since,
+            length - since,
+            length - since,
+            self._last.step,
+            self._memory,
+            place + block_row.place * block.each,
+            block.num_rows * block.each,
+            rows,
+            block.width or self._memory.shape[1],
+        )
         self._by_request[number][req_id] = ChainRow(block_row, length)
         yield req_id, block_row.group, piece
 
@@ -259,14 +266,21 @@ class StepBuffer:
 def pieces_of(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
     """The pieces of a step that cannot be part of a chain."""
     base, places = step.segment.start, step.places or {}
-    span = Span(1, step.step, host_rows, step.segment.num_rows)
     shifts = {} if step.true_starts is None else step.true_starts.shifts()
     for block in step.placed.layout.blocks:
         for req_id, group, position, num_rows, offset in rows_in(block, step):
-            start = position + shifts.get(req_id, 0)
-            place = base + offset * block.each
-            piece = Piece(span, start, num_rows, place, block)
-            piece.page = places.get((req_id, group, position))
+            piece = Piece(
+                position + shifts.get(req_id, 0),
+                num_rows,
+                1,
+                step.step,
+                host_rows,
+                base + offset * block.each,
+                block.num_rows * block.each,
+                block.each,
+                block.width or host_rows.shape[1],
+                places.get((req_id, group, position)),
+            )
             yield req_id, group, piece
         base += block.num_staged
 
