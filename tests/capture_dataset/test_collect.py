@@ -181,17 +181,6 @@ def test_a_folder_of_another_data_set_is_refused(source: Path, tmp_path: Path) -
     assert runner.ran == []
 
 
-def test_rows_that_do_not_fit_on_the_disk_are_refused(
-    source: Path, tmp_path: Path
-) -> None:
-    plan = planned(source, tmp_path / "out", FakeRunner(), positions="all_prompt")
-    needed = plan.totals()[2] * plan.row_bytes
-    plan.check_room(needed)
-    with pytest.raises(CaptureValidationError, match=r"the disk has .*; make room"):
-        plan.check_room(needed - 1)
-    planned(source, tmp_path, FakeRunner(), positions="all_generated").check_room(0)
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -247,28 +236,6 @@ def test_truncated_prompts_keep_their_first_tokens(
 ) -> None:
     collected(source, tmp_path / "out", truncate=2, positions="all_prompt")
     assert load_dataset(tmp_path / "out").layer(1).shape == (23, 2, WIDTH)
-
-
-def test_foreign_tools_open_the_table(source: Path, tmp_path: Path) -> None:
-    import datasets
-    import duckdb
-    import pandas
-    import pyarrow.dataset
-
-    manifest = collected(source, tmp_path / "out")
-    rows = sum(shard.num_rows for shard in manifest.shards)
-    pattern = str(tmp_path / "out/*.parquet")
-    (count, width), *_ = duckdb.sql(
-        f"select count(*), max(len(values)) from '{pattern}' where layer = 3"
-    ).fetchall()
-    assert (count * 2, width) == (rows, WIDTH)
-    frame = pandas.read_parquet(tmp_path / "out")
-    assert len(frame) == rows and len(frame["values"][0]) == WIDTH
-    assert pyarrow.dataset.dataset(tmp_path / "out").count_rows() == rows
-    opened = datasets.load_dataset(
-        "parquet", data_files=pattern, split="train", cache_dir=str(tmp_path / "cache")
-    )
-    assert len(opened) == rows and opened.features["values"].length == WIDTH
 
 
 def test_saelens_finds_contexts_under_its_names(source: Path, tmp_path: Path) -> None:

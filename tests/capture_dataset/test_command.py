@@ -5,6 +5,7 @@ import json
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,27 +33,29 @@ PLAIN = ("--model", str(MODEL), "--layers", "1,4")
 Call = Callable[..., str]
 
 
-@pytest.fixture
-def call(runner: EngineRunner, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
+def run(capsys: Any, *words: Any, status: int = 0) -> str:
     """Run the command and check its status; returns its output."""
     from vllm.entrypoints.cli.main import main
 
-    def run(*words: Any, status: int = 0) -> str:
-        typed = ["vllm", "capture", *map(str, words)]
-        with mock.patch.object(sys, "argv", typed), pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        code = ended.value.code
-        if isinstance(code, str):  # Python prints it and exits with 1.
-            err, code = err + code, 1
-        assert code == status, err[-2000:]
-        return out + err
+    typed = ["vllm", "capture", *map(str, words)]
+    with mock.patch.object(sys, "argv", typed), pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    code = ended.value.code
+    if isinstance(code, str):  # Python prints it and exits with 1.
+        err, code = err + code, 1
+    assert code == status, err[-2000:]
+    return out + err
 
+
+@pytest.fixture
+def call(runner: EngineRunner, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
+    """`run` with the shared engine."""
     with (
         mock.patch.object(command, "_runner", lambda _args: runner),
         mock.patch.object(EngineRunner, "close"),
     ):
-        yield run
+        yield partial(run, capsys)
 
 
 def jsonl(path: Path, lines: list[Any] = LINES) -> Path:
@@ -216,16 +219,41 @@ def test_a_disk_without_room_is_refused_before_anything_runs(
 def test_a_model_that_cannot_be_loaded_is_told_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vllm.entrypoints.cli.main import main
-
     source, gone = jsonl(tmp_path / "in.jsonl"), str(tmp_path / "gone")
-    typed = ["vllm", "capture", str(source), "--model", gone, "--layers", "1"]
-    typed += ["--out", str(tmp_path / "out")]
-    with mock.patch.object(sys, "argv", typed), pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    told = capsys.readouterr().err
+    words = (source, "--model", gone, "--layers", 1, "--out", tmp_path / "out")
+    told = run(capsys, *words, status=1)
     assert "vllm capture: " in told and gone in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.jsonl", "--model", "m", "--out", "o"], "no file or folder"),
+        (["{source}", "--out", "o"], "give --model MODEL or --server URL"),
+        (["{source}", "--model", "m"], "give the data set"),
+        (["{source}", "--model", "m", "--out", "o", "--hook", "x"], "unknown"),
+        (
+            ["{source}", "--model", "m", "--out", "o", "--positions", "al"],
+            "positions must",
+        ),
+        (["{source}", "--model", "m", "--out", "o", "--column", "y"], "no column 'y'"),
+        (["{source}", "--model", "m", "--out", "o", "--limit", "0"], "at least 1"),
+        (["{source}", "--server", "http://127.0.0.1:9", "--out", "o"], "server: http"),
+    ],
+)
+def test_mistakes_are_reported_before_a_model_is_loaded(
+    words: list[str], said: str, tmp_path: Path, capsys: Any
+) -> None:
+    source = jsonl(tmp_path / "in.jsonl")
+    given = (word.format(source=source) for word in words)
+    assert said in run(capsys, *given, status=1)
+
+
+def test_help_lists_the_options(capsys: Any) -> None:
+    told = run(capsys, "--help")
+    for option in ("--carry", "--positions", "--shard-size", "--resume", "--server"):
+        assert option in told
+    assert "SOURCE" in told and "--gpu-memory-utilization" not in told
 
 
 def test_an_interrupt_leaves_what_is_there(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm capture` with an engine: the model's rows."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,51 +139,6 @@ def test_the_rows_are_the_models(
             assert relative_error(found, expected[layer, "post_block"]) < 1e-4
         assert "".join(tokens[done + 1 : done + count]).startswith(told[number])
         done += count
-
-
-def run_cli(*words: str) -> int:
-    from unittest import mock
-
-    from vllm.entrypoints.cli.main import main
-
-    with mock.patch.object(sys, "argv", ["vllm", "capture", *words]):
-        with pytest.raises(SystemExit) as ended:
-            main()
-        code = ended.value.code
-        if isinstance(code, str):  # As Python does when it exits.
-            print(code, file=sys.stderr)
-        return code if isinstance(code, int) else 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["missing.jsonl", "--model", "m", "--out", "o"], "no file or folder"),
-        (["{source}", "--out", "o"], "give --model MODEL or --server URL"),
-        (["{source}", "--model", "m"], "give the data set"),
-        (["{source}", "--model", "m", "--out", "o", "--hook", "x"], "unknown"),
-        (
-            ["{source}", "--model", "m", "--out", "o", "--positions", "al"],
-            "positions must",
-        ),
-        (["{source}", "--model", "m", "--out", "o", "--column", "y"], "no column 'y'"),
-        (["{source}", "--model", "m", "--out", "o", "--limit", "0"], "at least 1"),
-        (["{source}", "--server", "http://127.0.0.1:9", "--out", "o"], "server: http"),
-    ],
-)
-def test_mistakes_are_reported_before_a_model_is_loaded(
-    words: list[str], said: str, source: Path, capsys: Any
-) -> None:
-    assert run_cli(*(word.format(source=source) for word in words)) == 1
-    assert said in capsys.readouterr().err
-
-
-def test_help_lists_the_options(capsys: Any) -> None:
-    assert run_cli("--help") == 0
-    told = capsys.readouterr().out
-    for option in ("--carry", "--positions", "--shard-size", "--resume", "--server"):
-        assert option in told
-    assert "SOURCE" in told and "--gpu-memory-utilization" not in told
 
 
 def test_values_are_those_of_a_plain_torch_load(

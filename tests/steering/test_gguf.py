@@ -135,8 +135,9 @@ def test_files_that_are_no_control_vectors_are_refused(tmp_path: Path) -> None:
     refused(none, "no vectors")
     named = _foreign.gguf(tmp_path / "o.gguf", {"direction.x": row(1)})
     refused(named, "not named direction.LAYER")
-    kinds = GGUFValueType
-    zero = _foreign.gguf(tmp_path / "z.gguf", {"direction.0": row(1)}, kinds.INT32)
+    first = {"direction.0": row(1)}
+    signed = GGUFValueType.INT32
+    zero = _foreign.gguf(tmp_path / "z.gguf", first, layer_count_type=signed)
     refused(zero, "at least 1", "measured")
     mixed = {1: row(1), 2: np.ones(3, np.float32)}
     refused(_foreign.repeng(tmp_path / "w.gguf", mixed), "8 numbers")

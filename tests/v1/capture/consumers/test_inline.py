@@ -25,17 +25,6 @@ def captured(encoding: str | None = None, dtype: torch.dtype = torch.bfloat16):
     return rows, results["r"]
 
 
-def test_rows_come_back_by_layer_and_hook_with_their_positions() -> None:
-    rows, result = captured()
-    assert result.status == "ok"
-    payload = result.payload.by_tap()
-    assert payload.keys() == rows.keys()
-    for tap, tensor in rows.items():
-        assert torch.equal(payload[tap], tensor)
-        assert payload.positions[tap] == list(range(len(tensor)))
-        assert payload.token_ids[tap] == [100 + i for i in range(len(tensor))]
-
-
 def test_rows_survive_the_way_between_processes() -> None:
     rows, result = captured()
     message = ResultMessage.of("r", "inline", 0, result)
@@ -65,17 +54,6 @@ def test_http_data_is_exact(encoding: str | None, dtype: torch.dtype) -> None:
         got = torch.frombuffer(bytearray(data), dtype=getattr(torch, entry["dtype"]))
         assert torch.equal(got.view(entry["shape"]), tensor)
         assert entry["positions"] == list(range(len(tensor)))
-
-
-def test_a_request_for_too_many_bytes_is_refused_with_their_number() -> None:
-    consumer = InlineConsumer(None, {"max_request_bytes": 1000})
-    raw = {"hooks": {"post_block": [0, 1]}, "positions": "all"}
-    # 10 prompt rows and 4 generated ones, at 2 taps of 32 bytes.
-    consumer.validate_client_spec(raw, context())
-    with pytest.raises(CaptureValidationError, match="may take 1024 bytes"):
-        consumer.validate_client_spec(raw, context(max_tokens=7))
-    with pytest.raises(CaptureValidationError, match="2 samples, may take 1792"):
-        consumer.validate_client_spec(raw, context(num_samples=2))
 
 
 def test_a_request_without_bound_is_refused() -> None:
