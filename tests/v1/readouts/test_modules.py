@@ -23,7 +23,7 @@ from vllm.v1.readouts.modules import (
     load_module,
     save_probe,
 )
-from vllm.v1.readouts.worker.kinds import probe_values
+from vllm.v1.readouts.worker.operations import probe_values
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo

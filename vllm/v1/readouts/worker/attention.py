@@ -18,9 +18,8 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.worker.agreement import failing_together
-from vllm.v1.readouts.worker.jobs import Entry, Job
+from vllm.v1.readouts.worker.jobs import Arrays, Entry, Job
 from vllm.v1.readouts.worker.key_cache import KeyCache, why_unread
-from vllm.v1.readouts.worker.kinds import Arrays
 from vllm.v1.residual.readout_plan import Readout
 
 SCORE_BYTES = 64 << 20

@@ -19,8 +19,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.head_parts import Form, HeadParts, forms_of, likeliest
-from vllm.v1.readouts.worker.jobs import Job
-from vllm.v1.readouts.worker.kinds import Arrays
+from vllm.v1.readouts.worker.jobs import Arrays, Job
 from vllm.v1.residual.readout_plan import ADDED, ATTN_REST, Readout
 from vllm.v1.residual.tap import Tap
 

@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.residual.tap import num_streams
 from vllm.model_executor.models.utils import PPMissingLayer
-from vllm.v1.readouts.worker.kinds import Arrays
+from vllm.v1.readouts.worker.jobs import Arrays
 from vllm.v1.readouts.worker.top_tokens import MOST, top_tokens
 
 NORMS = (

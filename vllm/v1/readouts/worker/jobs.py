@@ -21,6 +21,8 @@ from vllm.v1.residual.step_layout import Layout, PlacedStep
 from vllm.v1.residual.tap import Tap
 
 Indices: TypeAlias = npt.NDArray[np.int64]
+Arrays: TypeAlias = dict[str, torch.Tensor]
+"""Results of a job, by name."""
 
 
 class StagedSpan(NamedTuple):

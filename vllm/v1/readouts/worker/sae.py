@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from vllm.v1.readouts.worker.kinds import Arrays
+from vllm.v1.readouts.worker.jobs import Arrays
 from vllm.v1.residual.sae import SparseAutoencoder
 from vllm.v1.residual.sae.encode import normalised, select
 

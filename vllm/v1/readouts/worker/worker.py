@@ -24,6 +24,7 @@ from vllm.v1.readouts.worker.head import ELSEWHERE, Head
 from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.readouts.worker.jobs import (
     ROWS,
+    Arrays,
     Entry,
     Indices,
     Job,
@@ -35,9 +36,14 @@ from vllm.v1.readouts.worker.jobs import (
     places_of,
     reads,
 )
-from vllm.v1.readouts.worker.kinds import Arrays, inline_probe, part_of, reduce_rows
 from vllm.v1.readouts.worker.modules import WorkerModules
-from vllm.v1.readouts.worker.operations import Logits, Operations
+from vllm.v1.readouts.worker.operations import (
+    Logits,
+    Operations,
+    inline_probe,
+    part_of,
+    reduce_rows,
+)
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
 from vllm.v1.readouts.worker.stages import (
     SEND,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm.v1.readouts.worker.kinds import reduce_rows
+from vllm.v1.readouts.worker.operations import reduce_rows
 
 TOKENS = np.arange(50)[:, None]
 PLACES = {
