@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.readouts.results import Joined, ReadoutResult
+from vllm.v1.readouts.frontend.collector import Joined
+from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.residual.readout_plan import Readout, ReadoutPart
 
 

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of readouts as users get them, joined over steps."""
+"""Results of readouts as users get them, and of two outputs of a stream together."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm.logger import init_logger
-from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.readout_plan import Readout, ReadoutPart
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -22,8 +18,6 @@ Array = np.ndarray[Any, Any]
 
 FULL_AXES = 3
 """Dimensions of full attention patterns, `[heads, n, context]`."""
-MOST_ERRORS = 4
-"""Most different errors that a result names."""
 
 
 @dataclass(slots=True)
@@ -102,114 +96,7 @@ class ReadoutResult:
         return f"ReadoutResult({', '.join(parts)})"
 
 
-class Joined:
-    """The parts of one readout of a request, in order of arrival."""
-
-    def __init__(self, readout: Readout) -> None:
-        self._readout = readout
-        self._parts: list[ReadoutPart] = []
-        self._shown = 0
-
-    def add(self, part: ReadoutPart) -> None:
-        """Add a step's part; its positions follow those of earlier parts."""
-        self._parts.append(part)
-
-    def whole(self, stop: int) -> ReadoutResult:
-        """The result for all tokens below position `stop`."""
-        return result_of(self._readout, self._parts, stop)
-
-    def news(self, stop: int) -> ReadoutResult | None:
-        """The result of parts added since the last call; None if none or if reduced."""
-        fresh, self._shown = self._parts[self._shown :], len(self._parts)
-        if not fresh or self._readout.reduce != "none":
-            return None
-        return result_of(self._readout, fresh, stop)
-
-
-def result_of(
-    readout: Readout, parts: Sequence[ReadoutPart], stop: int
-) -> ReadoutResult:
-    """Join parts in ascending order into one result for tokens below `stop`.
-
-    Never fails: parts that cannot be joined are an error of this result.
-    """
-    try:
-        return _joined(readout, parts, stop)
-    except Exception as error:
-        logger.exception("The readout %r could not be joined", readout.name)
-        why = f"its results cannot be joined: {described(error)}"
-        return ReadoutResult(readout.kind, taps=readout.taps, error=why)
-
-
-def _joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
-    if readout.full:  # Their tokens are on another axis.
-        for part in parts:
-            part.unpack()
-    else:
-        parts = _unpacked(parts)
-    result = ReadoutResult(readout.kind, taps=readout.taps)
-    kept = [_cut(part, stop) for part in parts if part.start < stop]
-    errors = sorted({part.error for part in kept if part.error})
-    good = [part for part in kept if part.arrays]
-    for part in good:
-        result.positions += range(part.start, part.start + part.count)
-    if readout.reduce != "none":
-        if good:
-            result.arrays["rows"] = _reduced(readout.reduce, good)
-    else:
-        for name in good[0].arrays if good else ():
-            arrays = [one.arrays[name] for one in good]
-            if readout.full:
-                whole = _concatenated([one.swapaxes(0, 1) for one in arrays], axis=1)
-                arrays = [whole[..., : result.positions[-1] + 1]]
-            result.arrays[name] = np.concatenate(arrays)
-    if len(errors) > MOST_ERRORS:
-        errors[MOST_ERRORS:] = [f"and {len(errors) - MOST_ERRORS} more"]
-    result.error = "; ".join(errors) or None
-    return result
-
-
-def _unpacked(parts: Iterable[ReadoutPart]) -> list[ReadoutPart]:
-    """The parts with their arrays; consecutive single tokens are one part.
-
-    A request has one of these for each token that it generates, and an array for each
-    would take 5 us.
-    """
-    found: list[ReadoutPart] = []
-    for (_, forms), alike in groupby(enumerate(parts), _run_of):
-        own = [part for _, part in alike]
-        if not forms:
-            own[0].unpack()
-            found += own
-            continue
-        arrays = {
-            name: np.frombuffer(
-                b"".join([one.packed[name][2] for one in own]), dtype
-            ).reshape(len(own), *shape[1:])
-            for name, dtype, shape in forms
-        }
-        found.append(ReadoutPart(own[0].name, own[0].start, len(own), arrays))
-    return found
-
-
-def _run_of(
-    numbered: tuple[int, ReadoutPart],
-) -> tuple[int, tuple[tuple[str, str, tuple[int, ...]], ...]]:
-    """What consecutive packed parts of single tokens have in common.
-
-    Returns:
-        A number, and the name, dtype and shape of each array; none of any other part,
-        which has the number for itself.
-
-    """
-    number, part = numbered
-    if part.count != 1 or part.arrays or part.reduced or part.error:
-        return number, ()
-    forms = [(name, dtype, shape) for name, (dtype, shape, _) in part.packed.items()]
-    return part.start - number, tuple(forms)
-
-
-def _concatenated(arrays: Sequence[Array], axis: int = 0) -> Array:
+def concatenated(arrays: Sequence[Array], axis: int = 0) -> Array:
     """The arrays, one after the other; missing keys of full patterns have weight 0."""
     context = arrays[-1].shape[-1]
     if any(one.shape[-1] != context for one in arrays):
@@ -217,34 +104,6 @@ def _concatenated(arrays: Sequence[Array], axis: int = 0) -> Array:
         sides = [(0, 0)] * (arrays[0].ndim - 1)
         arrays = [np.pad(a, [*sides, (0, most - a.shape[-1])]) for a in arrays]
     return np.concatenate(arrays, axis)
-
-
-def _cut(part: ReadoutPart, stop: int) -> ReadoutPart:
-    count = min(part.count, stop - part.start)
-    if count == part.count or part.reduced:
-        return part
-    own = {name: one[:count] for name, one in part.arrays.items()}
-    return ReadoutPart(part.name, part.start, count, own, error=part.error)
-
-
-def _reduced(how: str, parts: Sequence[ReadoutPart]) -> Array:
-    """Reduce parts, already reduced or not, to `[taps, hidden_size]` float32."""
-    if how == "last":
-        last = parts[-1]
-        rows = last.arrays["rows"]
-        return np.asarray(rows if last.reduced else rows[-1], dtype=np.float32)
-    values = [_one(how, part) for part in parts]
-    if how == "max":
-        return reduce(np.maximum, values)
-    total = reduce(np.add, values)  # `np.sum` would copy all of them first.
-    return total / sum(part.count for part in parts) if how == "mean" else total
-
-
-def _one(how: str, part: ReadoutPart) -> Array:
-    rows = part.arrays["rows"].astype(np.float32)
-    if part.reduced:
-        return rows
-    return rows.max(axis=0) if how == "max" else rows.sum(axis=0)
 
 
 def merge_results(
@@ -272,7 +131,7 @@ def merge_results(
 def _followed(first: ReadoutResult, second: ReadoutResult) -> ReadoutResult:
     is_full = first.kind == "attention" and first["weights"].ndim == FULL_AXES
     arrays = {
-        name: _concatenated([first.arrays[name], one], axis=int(is_full))
+        name: concatenated([first.arrays[name], one], axis=int(is_full))
         if name in first.arrays
         else one
         for name, one in second.arrays.items()

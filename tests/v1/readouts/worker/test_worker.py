@@ -17,7 +17,8 @@ from torch import nn
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
-from vllm.v1.readouts.results import ReadoutResult, result_of
+from vllm.v1.readouts.frontend.collector import result_of
+from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.readouts.worker import worker
 from vllm.v1.readouts.worker.head_parts import HeadParts
 from vllm.v1.residual.readout_plan import Probe, Readout, ReadoutPart, ReadoutPlan

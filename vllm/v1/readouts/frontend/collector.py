@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects a request's readout results in the output processor."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import reduce
+from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm.logger import init_logger
 from vllm.v1.readouts.core.firing import kept_spans
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
-from vllm.v1.readouts.results import Array, Joined, ReadoutResult
+from vllm.v1.readouts.results import Array, ReadoutResult, concatenated
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     NEVER_AFTER,
     Readout,
@@ -23,6 +27,11 @@ from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+
+logger = init_logger(__name__)
+
+MOST_ERRORS = 4
+"""Most different errors that a result names."""
 
 
 class Collector:
@@ -39,10 +48,11 @@ class Collector:
             changed: the places where the request itself changes the stream.
 
         """
-        readouts = [one for one in plan.readouts if not one.step]
-        self._readouts = {one.name: one for one in readouts}
-        self._joined = {one.name: Joined(one) for one in readouts}
-        self._notes = {one.name: _note_changed(one, changed) for one in readouts}
+        self._joined = {
+            one.name: Joined(one, _note_changed(one, changed))
+            for one in plan.readouts
+            if not one.step
+        }
         self._num_prompt_tokens = num_prompt_tokens
         self._stop_when = plan.stop_when
         self._keep_when = plan.keep_when
@@ -56,29 +66,26 @@ class Collector:
         self._joined[part.name].add(part)
 
     def results(
-        self, num_tokens: int, delta: bool, finished: bool, fired: bool = False
+        self, fed: int, delta: bool, finished: bool
     ) -> dict[str, ReadoutResult]:
         """The results for one output, by name of the readout.
 
         Args:
-            num_tokens: generated tokens so far, without dropped ones.
+            fed: generated tokens so far that have a row, without dropped ones.
             delta: whether outputs before the last contain only what is new.
             finished: whether this is the last output, which contains everything.
-            fired: whether a readout ended the request.
 
         """
-        # The last token is not fed to the model and has no row, unless it fired.
-        fed = num_tokens if fired else max(num_tokens - 1, 0)
         stop = self._num_prompt_tokens + fed
         if not delta or finished:
             whole = {name: one.whole(stop) for name, one in self._joined.items()}
             if finished:
                 for name, result in whole.items():
-                    _note_missing(self._readouts[name], result, stop)
+                    _note_missing(self._joined[name].readout, result, stop)
                 for rule in self._stop_when:
                     _note_unread(rule, whole[rule.readout])
                 self._last = whole
-            return self._placed(whole) if delta else self._noted(whole)
+            return self._placed(whole) if delta else whole
         news = {name: one.news(stop) for name, one in self._joined.items()}
         return self._placed(
             {name: one for name, one in news.items() if one is not None}
@@ -88,11 +95,6 @@ class Collector:
         """Say of the results in a stream to which tokens their positions belong."""
         for result in results.values():
             result.num_prompt_tokens = self._num_prompt_tokens
-        return self._noted(results)
-
-    def _noted(self, results: dict[str, ReadoutResult]) -> dict[str, ReadoutResult]:
-        for name, result in results.items():
-            result.note = self._notes[name]
         return results
 
     def rows(self, num_tokens: int) -> list[ReadoutRows]:
@@ -108,7 +110,9 @@ class Collector:
         return [
             rows
             for name in sorted(self._taken)
-            for rows in rows_of(self._readouts[name], self._whole(name, num_tokens))
+            for rows in rows_of(
+                self._joined[name].readout, self._whole(name, num_tokens)
+            )
         ]
 
     def kept(self, num_tokens: int) -> dict[str, Spans]:
@@ -121,7 +125,7 @@ class Collector:
         return {
             keep.instance: kept_spans(
                 keep,
-                self._readouts[keep.rule.readout],
+                self._joined[keep.rule.readout].readout,
                 self._whole(keep.rule.readout, num_tokens),
             )
             for keep in self._keep_when
@@ -164,6 +168,147 @@ def _note_unread(rule: StopWhen, result: ReadoutResult) -> None:
             f"stop_when: it has no value {rule.index} that could end the request; it "
             f"returned {count} for a token, counted from 0"
         )
+
+
+class Joined:
+    """The parts of one readout of a request, in order of arrival."""
+
+    def __init__(self, readout: Readout, note: str | None = None) -> None:
+        self.readout = readout
+        self._note = note
+        self._parts: list[ReadoutPart] = []
+        self._shown = 0
+
+    def add(self, part: ReadoutPart) -> None:
+        """Add a step's part; its positions follow those of earlier parts."""
+        self._parts.append(part)
+
+    def whole(self, stop: int) -> ReadoutResult:
+        """The result for all tokens below position `stop`."""
+        return self._of(self._parts, stop)
+
+    def news(self, stop: int) -> ReadoutResult | None:
+        """The result of parts added since the last call; None if none or if reduced."""
+        fresh, self._shown = self._parts[self._shown :], len(self._parts)
+        if not fresh or self.readout.reduce != "none":
+            return None
+        return self._of(fresh, stop)
+
+    def _of(self, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
+        result = result_of(self.readout, parts, stop)
+        result.note = self._note
+        return result
+
+
+def result_of(
+    readout: Readout, parts: Sequence[ReadoutPart], stop: int
+) -> ReadoutResult:
+    """Join parts in ascending order into one result for tokens below `stop`.
+
+    Never fails: parts that cannot be joined are an error of this result.
+    """
+    try:
+        return _joined(readout, parts, stop)
+    except Exception as error:
+        logger.exception("The readout %r could not be joined", readout.name)
+        why = f"its results cannot be joined: {described(error)}"
+        return ReadoutResult(readout.kind, taps=readout.taps, error=why)
+
+
+def _joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
+    if readout.full:  # Their tokens are on another axis.
+        for part in parts:
+            part.unpack()
+    else:
+        parts = _unpacked(parts)
+    result = ReadoutResult(readout.kind, taps=readout.taps)
+    kept = [_cut(part, stop) for part in parts if part.start < stop]
+    errors = sorted({part.error for part in kept if part.error})
+    good = [part for part in kept if part.arrays]
+    for part in good:
+        result.positions += range(part.start, part.start + part.count)
+    if readout.reduce != "none":
+        if good:
+            result.arrays["rows"] = _reduced(readout.reduce, good)
+    else:
+        for name in good[0].arrays if good else ():
+            arrays = [one.arrays[name] for one in good]
+            if readout.full:
+                whole = concatenated([one.swapaxes(0, 1) for one in arrays], axis=1)
+                arrays = [whole[..., : result.positions[-1] + 1]]
+            result.arrays[name] = np.concatenate(arrays)
+    if len(errors) > MOST_ERRORS:
+        errors[MOST_ERRORS:] = [f"and {len(errors) - MOST_ERRORS} more"]
+    result.error = "; ".join(errors) or None
+    return result
+
+
+def _unpacked(parts: Iterable[ReadoutPart]) -> list[ReadoutPart]:
+    """The parts with their arrays; consecutive single tokens are one part.
+
+    A request has one of these for each token that it generates, and an array for each
+    would take 5 us.
+    """
+    found: list[ReadoutPart] = []
+    for (_, forms), alike in groupby(enumerate(parts), _run_of):
+        own = [part for _, part in alike]
+        if not forms:
+            own[0].unpack()
+            found += own
+            continue
+        arrays = {
+            name: np.frombuffer(
+                b"".join([one.packed[name][2] for one in own]), dtype
+            ).reshape(len(own), *shape[1:])
+            for name, dtype, shape in forms
+        }
+        found.append(ReadoutPart(own[0].name, own[0].start, len(own), arrays))
+    return found
+
+
+def _run_of(
+    numbered: tuple[int, ReadoutPart],
+) -> tuple[int, tuple[tuple[str, str, tuple[int, ...]], ...]]:
+    """What consecutive packed parts of single tokens have in common.
+
+    Returns:
+        A number, and the name, dtype and shape of each array; none of any other part,
+        which has the number for itself.
+
+    """
+    number, part = numbered
+    if part.count != 1 or part.arrays or part.reduced or part.error:
+        return number, ()
+    forms = [(name, dtype, shape) for name, (dtype, shape, _) in part.packed.items()]
+    return part.start - number, tuple(forms)
+
+
+def _cut(part: ReadoutPart, stop: int) -> ReadoutPart:
+    count = min(part.count, stop - part.start)
+    if count == part.count or part.reduced:
+        return part
+    own = {name: one[:count] for name, one in part.arrays.items()}
+    return ReadoutPart(part.name, part.start, count, own, error=part.error)
+
+
+def _reduced(how: str, parts: Sequence[ReadoutPart]) -> Array:
+    """Reduce parts, already reduced or not, to `[taps, hidden_size]` float32."""
+    if how == "last":
+        last = parts[-1]
+        rows = last.arrays["rows"]
+        return np.asarray(rows if last.reduced else rows[-1], dtype=np.float32)
+    values = [_one(how, part) for part in parts]
+    if how == "max":
+        return reduce(np.maximum, values)
+    total = reduce(np.add, values)  # `np.sum` would copy all of them first.
+    return total / sum(part.count for part in parts) if how == "mean" else total
+
+
+def _one(how: str, part: ReadoutPart) -> Array:
+    rows = part.arrays["rows"].astype(np.float32)
+    if part.reduced:
+        return rows
+    return rows.max(axis=0) if how == "max" else rows.sum(axis=0)
 
 
 def collector_for(

@@ -7,6 +7,7 @@ later than upstream's.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -76,15 +77,13 @@ class NoResults:
 NO_RESULTS = NoResults()
 
 
+@dataclass
 class Results(NoResults):
     """The results of one sample."""
 
-    def __init__(
-        self, readouts: Collector | None, receipt: Receipt | None, hooks_key: str | None
-    ) -> None:
-        self.readouts = readouts
-        self.receipt = receipt
-        self.hooks_key = hooks_key
+    readouts: Collector | None
+    receipt: Receipt | None
+    hooks_key: str | None
 
     def collect(self, found: "RequestResults | None") -> None:
         if found is None:
@@ -100,15 +99,12 @@ class Results(NoResults):
     ) -> None:
         assert state.detokenizer is not None, "a request with results generates text"
         num_tokens, finished = state.detokenizer.num_output_tokens(), sample.finished()
-        fired = ended_by(stop_reason)
+        # The last token is not fed to the model, unless a readout fired at it.
+        fed = num_tokens if ended_by(stop_reason) else max(num_tokens - 1, 0)
         if self.readouts is not None:
             is_delta = state.output_kind == RequestOutputKind.DELTA
-            sample.readouts = self.readouts.results(
-                num_tokens, is_delta, finished, fired
-            )
+            sample.readouts = self.readouts.results(fed, is_delta, finished)
         if self.receipt is not None and finished:
-            # The last token is not fed to the model, unless a readout fired at it.
-            fed = num_tokens if fired else max(num_tokens - 1, 0)
             sample.steering = self.receipt.as_dict(state.prompt_len + fed)
 
     def name(self, output: Any) -> None:
