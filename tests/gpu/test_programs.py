@@ -217,4 +217,3 @@ def test_operations_do_what_they_say_however_a_step_runs(
         assert error.max() < BF16, (way, name, error.max())
         assert (found - given).abs().max() > 0.1, f"{name} did nothing"
         assert said(before) != said(behind)
-    assert not engine.llm.get_steering()["eager_steps"]

@@ -455,7 +455,6 @@ def test_a_receipt_says_what_was_done_and_costs_nothing(steered: Any) -> None:
     assert plain.steering is None and none.steering == {"applied": [], "fired": {}}
     assert told.num_cached_tokens == 0
     assert torch.equal(logprobs(plain), logprobs(told)), "a receipt changes bits"
-    assert llm.get_steering()["eager_steps"] == {}
     doses: dict[str, torch.Tensor] = {}
     gates: list[torch.Tensor] = []
 

@@ -233,12 +233,10 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     if (lacking := missing(tiers, _steering(core).saes)) is not None:
         refuse(core, request, lacking)
         return True
-    dtype, possible = (
-        torch_dtype(core.vllm_config.model_config),
-        _steering(core).possible,
-    )
-    found = [find_overflow(dtype, shared, tiers) for shared in possible if shared]
-    reason = next((one for one in found if one is not None), None)
+    dtype = torch_dtype(core.vllm_config.model_config)
+    possible = _steering(core).possible
+    found = (find_overflow(dtype, shared, tiers) for shared in possible if shared)
+    reason = next(filter(None, found), None)
     message = "" if reason is None else too_much_with_shared(reason)
     bank = core.vllm_config.steering_config.bank_bytes
     needed = tiers.bank_bytes + max(shared.bank_bytes for shared in possible)
@@ -271,25 +269,12 @@ def get_steering(core: "EngineCore") -> dict[str, Any]:
         "max_configs": config.max_configs,
         "rows_in_use": of_all + 2 * slots.in_use,
         "max_rows": config.num_rows - 1,
-        "eager_steps": _eager_steps(core),
+        "eager_steps": {},  # Every step is compiled, or runs as CUDA graphs.
         "fired": [
             {"probe": probe or None, "layer": layer, "hook": hook, "tokens": count}
             for (probe, layer, hook), count in steering.fired.items()
         ],
     }
-
-
-def _eager_steps(core: "EngineCore") -> dict[str, int]:
-    """The number of steps that ran neither compiled nor as CUDA graphs, by reason.
-
-    A step counts once for each reason. Tensor-parallel ranks have equal counts; a
-    pipeline stage counts the steps that involve its own layers.
-    """
-    found: dict[str, int] = {}
-    for counts in core.model_executor.collective_rpc(eager_steps):
-        for reason, count in counts.items():
-            found[reason] = max(found.get(reason, 0), count)
-    return found
 
 
 # What workers run, by `collective_rpc`: sent by name, so they stay at module level.
@@ -324,8 +309,3 @@ def dynamic_status(worker: Any) -> dict[str, Any]:
     consumers = {} if stream.steps is None else stream.steps.status()
     status["sync_consumers"] = dict(consumers)
     return status
-
-
-def eager_steps(worker: Any) -> dict[str, int]:
-    """For `collective_rpc`: number of steps run eagerly due to steering, by reason."""
-    return dict(worker.model_runner.residual.steering.eager_steps)

@@ -117,8 +117,4 @@ def _together(states: list[dict[str, Any]]) -> dict[str, Any]:
     state = dict(states[0])
     for name in ("configs_in_use", "rows_in_use"):
         state[name] = max(one[name] for one in states)
-    counts: dict[str, int] = {}
-    for one in states:
-        for reason, count in one["eager_steps"].items():
-            counts[reason] = counts.get(reason, 0) + count
-    return {**state, "eager_steps": counts}
+    return state

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in one worker process, as the runner's adapter calls it."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import lt
@@ -138,9 +137,6 @@ class WorkerSteering:
             self.dynamic = DynamicSteering(
                 self.tables, points, width, slots, self._admitted
             )
-        self.eager_steps: Counter[str] = Counter()
-        """Number of steps that could run neither compiled nor as CUDA graphs, by
-        reason; empty, because steering allows both."""
 
     @property
     def row_index(self) -> torch.Tensor:
