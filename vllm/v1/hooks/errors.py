@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client errors for hook functions (HTTP 400)."""
 
-from typing import Any
-
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.residual.bounds import cut, shown
+from vllm.v1.residual.bounds import failing
 
 
 class HookError(VLLMValidationError, ValueError):
@@ -15,6 +13,5 @@ class HookError(VLLMValidationError, ValueError):
     """
 
 
-def fail(message: str, parameter: str, value: Any) -> HookError:
-    """The error for `parameter`; long values are shortened in the message."""
-    return HookError(cut(message), parameter=cut(parameter), value=shown(value))
+fail = failing(HookError)
+"""`fail(message, parameter, value)` makes such an error."""

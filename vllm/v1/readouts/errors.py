@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client errors for readouts (HTTP 400)."""
 
-from typing import Any
-
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.residual.bounds import cut, shown
+from vllm.v1.residual.bounds import failing
 
 
 class ReadoutValidationError(VLLMValidationError, ValueError):
@@ -15,8 +13,5 @@ class ReadoutValidationError(VLLMValidationError, ValueError):
     """
 
 
-def fail(message: str, parameter: str, value: Any) -> ReadoutValidationError:
-    """The error for `parameter`; long texts and values are shortened."""
-    return ReadoutValidationError(
-        cut(message), parameter=cut(parameter), value=shown(value)
-    )
+fail = failing(ReadoutValidationError)
+"""`fail(message, parameter, value)` makes such an error."""

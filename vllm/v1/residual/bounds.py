@@ -2,8 +2,8 @@
 """Bounds on the size of clients' input, and on how much of it error messages show."""
 
 import reprlib
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 MAX_MESSAGE = 1000
 """Maximum number of characters of an error message of ours."""
@@ -15,6 +15,8 @@ MAX_SANITIZED = 4 * MAX_RESPONSE_MESSAGE
 """Characters of a message that are searched for paths before it is shortened."""
 
 _LISTED = 16
+
+E = TypeVar("E", bound=Exception)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -47,6 +49,23 @@ def cut(message: str, most: int = MAX_MESSAGE) -> str:
     if len(message) <= most:
         return message
     return f"{message[: most - 305]} ... {message[-300:]}"
+
+
+def failing(error: Callable[..., E]) -> Callable[[str, str, Any], E]:
+    """A function that makes errors, with long texts and values shortened.
+
+    Args:
+        error: their class, whose objects name a parameter and a value.
+
+    Returns:
+        `fail(message, parameter, value)`.
+
+    """
+
+    def fail(message: str, parameter: str, value: Any) -> E:
+        return error(cut(message), parameter=cut(parameter), value=shown(value))
+
+    return fail
 
 
 def count_values(raw: Any, most: int) -> int:

@@ -199,14 +199,6 @@ def group_taps(
 
     """
     widths, heads = widths or {}, heads or {}
-    if (
-        len(wanted) == 1 and not widths and not heads
-    ):  # Usually one reader, which reads the same ranges at all taps.
-        ((instance, taps),) = wanted.items()
-        if len(alike := set(taps.values())) == 1:
-            alone = (Reader(instance, alike.pop(), instance in after),)
-            ranges = widened(alone[0].ranges, num_prompt_tokens, lag)
-            return (TapGroup(tuple(sorted(taps, key=_order)), ranges, alone),)
     readers: dict[Tap, list[Reader]] = {}
     for instance in sorted(wanted):
         for tap, ranges in wanted[instance].items():

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of steering: mistakes in requests (HTTP 400, 404) and failed changes (500)."""
 
-from typing import Any
-
 from vllm.exceptions import (
     VLLMServerError,
     VLLMValidationError,
 )
-from vllm.v1.residual.bounds import cut, shown
+from vllm.v1.residual.bounds import failing
 
 
 class SteeringValidationError(VLLMValidationError, ValueError):
@@ -26,11 +24,8 @@ class SteeringChangeError(VLLMServerError, RuntimeError):
     """A rank failed to change the global vectors, so no rank has changed (HTTP 500)."""
 
 
-def fail(message: str, parameter: str, value: Any) -> SteeringValidationError:
-    """A validation error for `parameter`; long texts and values are shortened."""
-    return SteeringValidationError(
-        cut(message), parameter=cut(parameter), value=shown(value)
-    )
+fail = failing(SteeringValidationError)
+"""`fail(message, parameter, value)` makes a validation error."""
 
 
 def as_refused(error: Exception) -> Exception:

@@ -2,7 +2,7 @@
 """Reads tensors and settings from the files of an SAE; no code in them is run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.residual.array_files import read_npz, read_pickled, read_safetensors
-from vllm.v1.residual.bounds import cut, shown
+from vllm.v1.residual.bounds import failing
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -22,9 +22,8 @@ class SAEFileError(VLLMValidationError, ValueError):
     """
 
 
-def fail(message: str, parameter: str, value: Any) -> SAEFileError:
-    """The error for `parameter`; long texts and values are shortened."""
-    return SAEFileError(cut(message), parameter=cut(parameter), value=shown(value))
+fail = failing(SAEFileError)
+"""`fail(message, parameter, value)` makes such an error."""
 
 
 def bad_file(path: Path, why: object) -> SAEFileError:
@@ -57,34 +56,25 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """
     if not path.is_file():
         raise bad_file(path, "there is no such file")
-    if path.suffix == ".safetensors":
-        return _safetensors(path)
-    return _npz(path) if path.suffix == ".npz" else _pickled(path)
-
-
-def _safetensors(path: Path) -> dict[str, torch.Tensor]:
+    read, otherwise = _READERS.get(path.suffix, (read_pickled, "a file of tensors"))
     try:
-        return read_safetensors(path)
-    except ValueError as error:
-        raise bad_file(path, f"is not a safetensors file: {error}") from None
+        found = read(path)
+    except (ValueError, TypeError) as error:
+        raise bad_file(path, f"is not {otherwise}: {error}") from None
+    if not isinstance(found, dict):
+        raise bad_file(path, "must hold tensors by name")
+    return {str(k): v for k, v in found.items() if isinstance(v, torch.Tensor)}
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return {name: torch.from_numpy(one) for name, one in read_npz(path).items()}
-    except (ValueError, TypeError) as error:
-        raise bad_file(path, f"is not an archive of arrays: {error}") from None
+    return {name: torch.from_numpy(one) for name, one in read_npz(path).items()}
 
 
-def _pickled(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        found = read_pickled(path)
-    except ValueError as error:
-        raise bad_file(path, f"is not a file of tensors: {error}") from None
-    if not isinstance(found, dict):
-        raise bad_file(path, "must hold tensors by name")
-    tensors = {str(k): v for k, v in found.items() if isinstance(v, torch.Tensor)}
-    return tensors
+_READERS: Mapping[str, tuple[Callable[[Path], Any], str]] = {
+    ".safetensors": (read_safetensors, "a safetensors file"),
+    ".npz": (_npz, "an archive of arrays"),
+}
+"""By a file's ending: what reads it, and what it should be."""
 
 
 def take(tensors: Tensors, path: Path, *names: str) -> torch.Tensor:
