@@ -183,7 +183,7 @@ class EngineRunner:
     def readout_modules(self) -> dict[str, Any]:
         """The modules, each with a digest of its files."""
         known = self._llm.llm_engine.residual.modules
-        modules = {} if known is None else known.all()
+        modules = {} if known is None else known.all
         return {
             name: one.describe() | {"sha256": digest(Path(one.path), pattern="*")}
             for name, one in modules.items()

@@ -113,15 +113,15 @@ class Client:
 
 def control(client: Client, several: bool = False) -> AsyncSteeringControl:
     """The steering control of an API server with its own front end."""
-    return AsyncSteeringControl(frontend(), Engines(client), several)
+    return AsyncSteeringControl(frontend(not several), Engines(client))
 
 
-def frontend() -> SteeringFrontend:
+def frontend(alone: bool = True) -> SteeringFrontend:
     """A front end for the core's model, without an engine."""
     model = SteeredModel(dict.fromkeys(range(LAYERS), POINTS), WIDTH, torch.float32)
     made = SteeringFrontend.__new__(SteeringFrontend)
     made.modules = SteeringModules()
-    made.admission = SteeringAdmission(model, made.modules)
+    made.admission = SteeringAdmission(model, made.modules, alone)
     made.shared = made.admission.shared
     config = SimpleNamespace(
         architectures=["TinyForCausalLM"],

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.interop.reference_fork.gates import Layers, unpacked_hooks
 from vllm.v1.residual.bounds import listed, shown
+from vllm.v1.residual.plain_data import MAX_NAME
 from vllm.v1.steering.errors import UnknownModuleError, fail
-from vllm.v1.steering.frontend.modules import MAX_NAME, SteeringModules, check_name
+from vllm.v1.steering.frontend.modules import SteeringModules, check_name
 from vllm.v1.steering.spec.parse import Parsed, parse_vectors
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def vectors_of(modules: SteeringModules, kind: str, name: Any, where: str) -> La
 
     """
     key = f"{kind}:{name}"
-    known = modules.all()
+    known = modules.all
     if not isinstance(name, str) or key not in known:
         raise fail(
             f"{where}: no {kind} vector is named {shown(name)}; there are "

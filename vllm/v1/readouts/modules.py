@@ -113,16 +113,13 @@ def load_module(name: str, path: str, tap: Tap | None = None) -> Module:
         raise fail(f"path cannot be read: {why}", "path", path) from None
 
 
-def describe_module(
-    name: str, path: str, module: Module, metadata: Mapping[str, str] | None = None
-) -> ModuleInfo:
+def describe_module(name: str, path: str, module: Module) -> ModuleInfo:
     """Describe a loaded module.
 
     Args:
         name: the name that it is registered under.
         path: where it was loaded from.
         module: the loaded module.
-        metadata: of a probe or translator file; read from `path` if None.
 
     """
     if isinstance(module, SparseAutoencoder):
@@ -141,7 +138,7 @@ def describe_module(
             width_out=module.d_out,
             fingerprint=module.fingerprint(),
         )
-    said = read_metadata(Path(path)) if metadata is None else metadata
+    said = read_metadata(Path(path))
     model, weights = said.get("model", ""), said.get("weights", "")
     if isinstance(module, ProbeModule):
         return ModuleInfo(

@@ -46,7 +46,8 @@ class ChangedStreams:
             params._steering is not None or params._hooks is not None
         )
         if for_all or steered or request.prompt_embeds is not None:
-            self.begin_all([request])
+            self._requests.add(request.request_id)
+            self.clears = True
 
     def begin_all(self, running: Iterable["Request"]) -> None:
         """Mark all running requests, because global vectors were set.

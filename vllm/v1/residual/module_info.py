@@ -65,25 +65,15 @@ class Named(Generic[T]):
     """What has a name in a front end; thread-safe."""
 
     def __init__(self, known: Mapping[str, T]) -> None:
-        self._known = dict(known)
+        self.all: Mapping[str, T] = dict(sorted(known.items()))
+        """Sorted by name. It is replaced and never changed."""
         self._lock = threading.RLock()
-
-    def all(self) -> dict[str, T]:
-        """A copy, sorted by name."""
-        with self._lock:
-            return dict(sorted(self._known.items()))
-
-    def find(self, name: str) -> T | None:
-        """What has this name, if anything has."""
-        return self._known.get(name)
 
     def put(self, name: str, one: T | None) -> None:
         """Add or replace what has a name; None removes it, if it is there."""
         with self._lock:
-            if one is None:
-                self._known.pop(name, None)
-            else:
-                self._known[name] = one
+            known = {**self.all, name: one}
+            self.all = {n: own for n, own in sorted(known.items()) if own is not None}
 
 
 class KnownModules(Named[ModuleInfo]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that can be sent to another process: plain, of bounded depth and range."""
+"""Data and names that can be sent to another process: plain, of bounded size."""
 
 import json
 from collections import Counter
@@ -15,7 +15,8 @@ MAX_CONTAINERS = 1 << 17
 """Maximum number of lists and dicts; shared ones count each time."""
 MAX_TEXT_VALUES = 1 << 18
 """Maximum number of values in JSON that a client sends as text."""
-
+MAX_NAME = 128
+"""Characters of the name of a module or a readout."""
 
 ATOMS = frozenset({str, int, float, bool, type(None)})
 """Types that `plain` returns unchanged: most values of a request parsed from JSON."""
@@ -32,6 +33,12 @@ def plain(raw: Any) -> Any:
     if isinstance(raw, (list, tuple, range)):
         return [plain(value) for value in raw]
     return raw
+
+
+def is_name(name: Any, most: int = MAX_NAME) -> bool:
+    """Whether a value may be a name: printable text without blanks around it."""
+    good = isinstance(name, str) and name.isprintable() and name.strip() == name
+    return good and 0 < len(name) <= most
 
 
 def _converted(raw: Any) -> Any:

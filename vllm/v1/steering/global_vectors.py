@@ -16,12 +16,9 @@ class SharedVectors:
     set, and leaves the check to the engine core.
     """
 
-    def __init__(self) -> None:
-        self.possible: tuple[SteeringTiers, ...] = (NO_STEERING,)
-
-    def unknown(self) -> None:
-        """Note that other front ends change the global vectors too."""
-        self.possible = ()
+    def __init__(self, alone: bool = True) -> None:
+        """Start without vectors; `alone`: no other front end changes them."""
+        self.possible: tuple[SteeringTiers, ...] = (NO_STEERING,) if alone else ()
 
     @contextmanager
     def changing(self, change: SteeringTiers, replace: bool) -> Iterator[None]:

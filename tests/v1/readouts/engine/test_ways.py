@@ -26,7 +26,7 @@ from vllm import LLM
 pytestmark = pytest.mark.e2e
 
 ROOT, OURS = Path(vllm.__file__).parent, Path(__file__).parents[4] / "vllm"
-MOST_OF_A_VECTOR, MOST_OF_A_PROBE = 18, 35
+MOST_OF_A_VECTOR, MOST_OF_A_PROBE = 16, 29
 
 
 def functions(llm: LLM, seed: int, **fields: Any) -> dict[str, set[str]]:
@@ -65,6 +65,6 @@ def test_from_a_field_to_its_effect(modules: Modules, tmp_path: Path) -> None:
         for name, of in ran.items()
     }
     assert "v1/steering/worker/tables.py" in files["vector"]
-    assert "v1/readouts/worker/kinds.py" in files["probe"]
+    assert "v1/readouts/worker/operations.py" in files["probe"]
     assert len(files["vector"]) <= MOST_OF_A_VECTOR, files["vector"]
     assert len(files["probe"]) <= MOST_OF_A_PROBE, files["probe"]

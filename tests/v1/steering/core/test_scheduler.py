@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.residual.receipts import WAITING
+from vllm.v1.steering.core import prefix_cache
 from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys
 from vllm.v1.steering.core.scheduler import SteeringScheduling, take_vectors_off
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack, tiers_of
@@ -142,7 +143,6 @@ def step_of(
 
 
 def test_a_session_shares_no_block_once_phases_are_steered_differently() -> None:
-    steering = SteeringScheduling(num_slots=1)
     vector = pack({(0, "post_block"): np.ones(4, dtype=np.float32)})
     try:
         for tiers, alone in [
@@ -153,7 +153,7 @@ def test_a_session_shares_no_block_once_phases_are_steered_differently() -> None
         ]:
             EngineSteering.set(tiers)
             session = request("session", None)
-            steering.continued(session)
+            prefix_cache.continue_session(session)
             keys = extra_keys(session, 0, 16)
             assert (("steering-changed", "session:session") in keys) == alone
     finally:

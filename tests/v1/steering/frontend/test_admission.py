@@ -10,7 +10,7 @@ import torch
 
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission, request_fields
-from vllm.v1.steering.frontend.modules import SteeringModules
+from vllm.v1.steering.frontend.modules import Module, SteeringModules
 from vllm.v1.steering.spec.parse import MAX_ENTRIES, SteeredModel
 
 WIDTH = 4
@@ -31,7 +31,7 @@ def admission(**modules: Any) -> SteeringAdmission:
     made = SteeringAdmission(MODEL, SteeringModules())
     for name, vectors in modules.items():
         parsed = made.parse_named({"vectors": vectors})
-        made.modules.register(name, made.checked(parsed))
+        made.modules.register(name, Module(made.checked(parsed)))
     return made
 
 

@@ -16,7 +16,7 @@ from vllm.v1.capture.consumers.memory.patch_source import PatchSourceConsumer
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission
-from vllm.v1.steering.frontend.modules import SteeringModules
+from vllm.v1.steering.frontend.modules import Module, SteeringModules
 from vllm.v1.steering.spec.parse import SteeredModel
 from vllm.v1.steering.spec.sources import Sources
 
@@ -48,7 +48,7 @@ def admission() -> SteeringAdmission:
     model = SteeredModel(points, WIDTH, torch.bfloat16, sources=sources)
     found = SteeringAdmission(model, modules)
     parsed = found.parse_named({"vectors": {"post_attn": {1: ONE}}})
-    modules.register("tone", found.checked(parsed))
+    modules.register("tone", Module(found.checked(parsed)))
     return found
 
 

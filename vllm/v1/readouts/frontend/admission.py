@@ -12,11 +12,14 @@ from vllm.v1.readouts.frontend.rules import (
     listed_rules,
     parse_keep_when,
     parse_stops,
-    values_per_token,
 )
-from vllm.v1.readouts.frontend.spec import parse_readout, without_functions
+from vllm.v1.readouts.frontend.spec import (
+    parse_readout,
+    values_per_token,
+    without_functions,
+)
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
-from vllm.v1.residual.plain_data import fault_of, plain
+from vllm.v1.residual.plain_data import MAX_NAME, fault_of, is_name, plain
 from vllm.v1.residual.readout_plan import (
     Readout,
     ReadoutPlan,
@@ -37,8 +40,6 @@ MAX_NUMBERS = 1 << 22
 """Numbers in the results of a request, of all its samples: 80 MB as text."""
 NUMBER_BYTES, TOKEN_BYTES = 20, 40
 """What a number, as text, and a token's position take in the front end."""
-MAX_NAME = 128
-"""Characters of a readout's name."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -120,10 +121,16 @@ class ReadoutAdmission:
                 "readouts",
                 raw,
             )
-        server = replace(self._server, modules=self._known.all())
+        server = replace(self._server, modules=self._known.all)
         readouts = []
         for name, spec in raw.items():
-            _check_name(name)
+            if not is_name(name):
+                raise fail(
+                    f"readouts: a name must be printable text of 1 to {MAX_NAME} "
+                    "characters, without blanks around it",
+                    "readouts",
+                    name,
+                )
             readouts.append(parse_readout(name, spec, ctx, server))
         size = check_size(readouts, params.n or 1, ctx, server.modules)
         stops: tuple[StopWhen, ...] = ()
@@ -243,19 +250,3 @@ def _check_range(raw: Any, name: str) -> None:
     """Reject what cannot be sent to the engine's process, such as huge integers."""
     if (fault := fault_of(raw)) is not None:
         raise fail(f"{name} {fault}", name, raw)
-
-
-def _check_name(name: Any) -> None:
-    if not is_name(name):
-        raise fail(
-            f"readouts: a name must be printable text of 1 to {MAX_NAME} characters, "
-            "without blanks around it",
-            "readouts",
-            name,
-        )
-
-
-def is_name(name: Any) -> bool:
-    """Whether a value may be the name of a readout, or of a module."""
-    good = isinstance(name, str) and name.isprintable() and name.strip() == name
-    return good and 0 < len(name) <= MAX_NAME

@@ -2,7 +2,7 @@
 """Methods of `LLM` and `AsyncLLM` that manage readout modules."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.readouts.core.engine import added_counters
 from vllm.v1.readouts.engine_args import described_file
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.frontend.admission import MAX_NAME, is_name
 from vllm.v1.readouts.modules import check_place
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.engine_call import call_engine, call_engines
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
+from vllm.v1.residual.plain_data import MAX_NAME, is_name
 from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import HOOK_NAMES, Tap, resolve_tap
 
@@ -157,7 +157,7 @@ async def _refreshed(engine: "AsyncLLM") -> Any:
     return front_end
 
 
-def _having(engine: Any) -> dict[str, ModuleInfo]:
+def _having(engine: Any) -> Mapping[str, ModuleInfo]:
     """The modules of an engine that reads out or steers.
 
     Raises:
@@ -173,7 +173,7 @@ def _having(engine: Any) -> dict[str, ModuleInfo]:
             "name",
             None,
         )
-    return known.all()
+    return known.all
 
 
 def _tap(layer: Any, hook: Any) -> Tap | None:
@@ -252,7 +252,7 @@ def _known(engine: Any, name: Any, kind: str = "") -> None:
 def _described(engine: Any, counters: dict[str, Any]) -> dict[str, Any]:
     config = engine.vllm_config.readout_config
     known = _front_end(engine).modules
-    modules = {} if known is None else known.all()
+    modules = {} if known is None else known.all
     return {
         "enabled": config.enabled,
         "modules": {name: one.describe() for name, one in modules.items()},

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.v1.readouts.errors import fail
+from vllm.v1.readouts.frontend.spec import values_per_token
 from vllm.v1.residual.bounds import counted
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import finite_number, is_integer
@@ -212,16 +213,3 @@ def _check_index(
                 f"{where}.index",
                 index,
             )
-
-
-def values_per_token(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | None:
-    """The number of values per token; None for a custom readout."""
-    if readout.kind in ("probe", "sae") and readout.module in modules:
-        return modules[readout.module].size
-    if readout.probe is not None:
-        return len(readout.probe.bias)
-    if readout.kind == "norm":
-        return len(readout.taps)
-    if readout.kind == "lens":
-        return len(readout.taps) * len(readout.tokens)
-    return None

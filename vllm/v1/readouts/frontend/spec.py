@@ -15,6 +15,7 @@ from vllm.v1.readouts.frontend.attention import parse_attention, parse_attributi
 from vllm.v1.readouts.frontend.entry import Server, Spec
 from vllm.v1.readouts.modules import ACTIVATIONS, MAX_VECTORS
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import is_float32
 from vllm.v1.residual.readout_plan import (
     NEVER_AFTER,
@@ -141,6 +142,8 @@ def _check_no_other(spec: Spec, given: Any) -> None:
 
 def _place(spec: Spec, default: Tap | None) -> Tap:
     """The tap that `layer` and `hook` name; by default the module's own."""
+    if default is not None and not spec.raw.keys() & {"layer", "hook"}:
+        return default  # It was checked when the module was registered.
     hook = spec.raw.get("hook", default[1] if default else "post_block")
     is_address = isinstance(hook, str) and parse_address(hook) is not None
     if default is None and "layer" not in spec.raw and not is_address:
@@ -345,6 +348,19 @@ def without_functions(raw: Mapping[str, Any]) -> dict[str, Any]:
         else spec
         for name, spec in raw.items()
     }
+
+
+def values_per_token(readout: Readout, modules: Mapping[str, ModuleInfo]) -> int | None:
+    """The number of values per token; None for a custom readout."""
+    if readout.kind in ("probe", "sae") and readout.module in modules:
+        return modules[readout.module].size
+    if readout.probe is not None:
+        return len(readout.probe.bias)
+    if readout.kind == "norm":
+        return len(readout.taps)
+    if readout.kind == "lens":
+        return len(readout.taps) * len(readout.tokens)
+    return None
 
 
 _OWN_PROBE = ("vectors", "bias", "activation", "cosine", "threshold")

@@ -17,7 +17,6 @@ from vllm.v1.residual.core.messages import ModelFacts
 from vllm.v1.residual.core.scheduler import has_features
 from vllm.v1.steering.core import engine as steering
 from vllm.v1.steering.core import name_log, refusals
-from vllm.v1.steering.core.engine import uses_of
 from vllm.v1.steering.vector_cache import ReceivedVectors
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class CoreFeatures(NoCore):
         nonfinite_streams.explain(core, outputs)
 
     def users_of(self, core: "EngineCore", sae: str) -> str:
-        return uses_of(core, sae)
+        return steering.uses_of(core, sae)
 
     def accepts_when_stopping(self, call: str) -> bool:
         # Requests that finish while the engine drains were captured.

@@ -18,7 +18,7 @@ from vllm.v1.residual.core.messages import RequestResults
 from vllm.v1.residual.nonfinite_streams import BlockIds, NonFiniteStreams
 from vllm.v1.residual.receipts import Fired
 from vllm.v1.steering.core.generated_blocks import note_step, share_rest
-from vllm.v1.steering.core.prefix_cache import EngineSteering
+from vllm.v1.steering.core.prefix_cache import EngineSteering, continue_session
 from vllm.v1.steering.core.scheduler import steering_scheduling, take_vectors_off
 from vllm.v1.steering.receipts import note_receipt, take_receipt
 
@@ -257,7 +257,7 @@ class Scheduling(NoScheduling):
         self.steering.preempted(request)
 
     def continue_session(self, session: "Request") -> None:
-        self.steering.continued(session)
+        continue_session(session)
 
 
 def has_features(config: "VllmConfig") -> bool:

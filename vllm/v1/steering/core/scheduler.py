@@ -13,7 +13,6 @@ from vllm.v1.steering.core.name_log import NamesLog
 from vllm.v1.steering.core.prefix_cache import (
     EngineSteering,
     check_external_caches,
-    continue_session,
     forget,
 )
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, tiers_of, with_tiers
@@ -167,10 +166,6 @@ class SteeringScheduling:
         """Release the slot of a preempted request, which needs one again later."""
         self.release(request)
         forget(request)
-
-    def continued(self, request: "Request") -> None:
-        """Continue a session with the next part of its prompt."""
-        continue_session(request)
 
     def take_step(self) -> SteeringStep | None:
         """The changes to send to the workers with this step; None if there are none."""

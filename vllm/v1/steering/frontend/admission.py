@@ -123,12 +123,14 @@ def set_fields() -> tuple[str, ...]:
 class SteeringAdmission:
     """Resolves the steering of requests to vectors."""
 
-    def __init__(self, model: SteeredModel, modules: SteeringModules) -> None:
+    def __init__(
+        self, model: SteeredModel, modules: SteeringModules, alone: bool = True
+    ) -> None:
         self.model = model
         self.modules = modules
-        self.shared = SharedVectors()
-        self.alone = True
+        self.alone = alone
         """Whether this front end has all requests of the server."""
+        self.shared = SharedVectors(alone)
         self._forms: list[SteeringForm] = [form(self) for form in steering_forms()]
 
     def admit(self, params: "SamplingParams", num_prompt: int, resumable: bool) -> None:
@@ -154,14 +156,15 @@ class SteeringAdmission:
         most = params.max_tokens
         check = partial(check_positions, num_prompt=num_prompt, max_tokens=most)
         tiers = packed(self.parse(given, REQUEST_FIELDS, check), REQUEST_FIELDS)
-        tiers = for_prompt(tiers, num_prompt, "steering_vectors")
-        check(tiers, REQUEST_FIELDS)
+        if tiers.operations:
+            tiers = for_prompt(tiers, num_prompt, "steering_vectors")
+            check(tiers, REQUEST_FIELDS)
         if tiers:  # A module alone was checked when it was registered.
             check_sums(tiers, self.model.dtype)
         if params.steering_name is not None or params.steering_module_ref is not None:
             tiers = self._with_named(params, tiers, num_prompt)
         forms = self._forms_of(params)
-        tiers = self._with_generated(forms, params, tiers, num_prompt)
+        tiers = self._with_generated(forms, params, tiers)
         if resumable and tiers:
             raise _refused_session(params)
         first = _first_of(params)
@@ -192,7 +195,6 @@ class SteeringAdmission:
         forms: Iterable[SteeringForm],
         params: "SamplingParams",
         tiers: SteeringTiers,
-        num_prompt: int,
     ) -> SteeringTiers:
         """The tiers, with what other forms add at the request's generated tokens."""
         for form in forms:
@@ -202,7 +204,6 @@ class SteeringAdmission:
                     parsed = by_phase(parsed, {"decode": name})
                     tiers = _add(tiers, packed(parsed, REQUEST_FIELDS))
                 check_sums(tiers, self.model.dtype, field)
-                tiers = for_prompt(tiers, num_prompt, field)
         return tiers
 
     def _with_named(

@@ -7,9 +7,8 @@ end that is the only one knows both without asking.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.sampling_params import SamplingParams
@@ -43,15 +42,12 @@ _PARSING = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steering-parse"
 class AsyncSteeringControl:
     """The counterpart of `SteeringControl` for a serving engine."""
 
-    def __init__(
-        self, frontend: NoSteering, engines: Engines, several: bool = False
-    ) -> None:
+    def __init__(self, frontend: NoSteering, engines: Engines) -> None:
         """Start with the state of the server's start.
 
         Args:
             frontend: the front end of this process.
             engines: the engine cores that it sends requests to.
-            several: whether other API server processes change steering too.
 
         """
         self.frontend = frontend
@@ -59,11 +55,10 @@ class AsyncSteeringControl:
         self._one_at_a_time = asyncio.Lock()
         self._names: FollowedNames | None = None
         """Set if other processes change names too."""
-        if several and isinstance(frontend, SteeringFrontend):
+        if isinstance(frontend, SteeringFrontend) and not frontend.admission.alone:
             self._names = FollowedNames(
                 "steering", Module, frontend.modules.put, engines.owner
             )
-            frontend.shared.unknown()
 
     async def prepare(self, params: Any) -> Any:
         """Prepare a request for admission: fetch named modules, parse large vectors.
@@ -102,16 +97,8 @@ class AsyncSteeringControl:
 
     async def _change(self, change: Change, replace: bool) -> dict[str, Any]:
         async with self._one_at_a_time:
-            with self._changing(change, replace):
+            with self.frontend.shared.changing(change.tiers, replace):
                 return await self._engines.set(change.tiers, replace)
-
-    @contextmanager
-    def _changing(self, change: Change, replace: bool) -> Iterator[None]:
-        if self._names is not None:
-            yield  # The earlier vectors are not known here.
-            return
-        with self.frontend.shared.changing(change.tiers, replace):
-            yield
 
     async def get(self) -> dict[str, Any]:
         """The norms of the global vectors, and the number of slots in use."""
@@ -125,7 +112,7 @@ class AsyncSteeringControl:
         frontend = self.frontend.enabled()
         module, description = await _beside(frontend.prepare, name, raw, metadata)
         if self._names is None:
-            frontend.modules.register(name, module.tiers, replace, module.provenance)
+            frontend.modules.register(name, module, replace)
         else:
             await self._names.register(
                 name, module, lambda: frontend.modules.check_free(name, replace)
@@ -151,7 +138,7 @@ class AsyncSteeringControl:
         modules = self.frontend.enabled().modules
         if self._names is not None:
             await self._names.refresh()
-        return list(modules.all())
+        return list(modules.all)
 
 
 def _is_large(given: list[Any]) -> bool:
@@ -167,6 +154,5 @@ def open_control(
     engine: "AsyncLLM", named: NamedFiles, runs: Runs
 ) -> AsyncSteeringControl:
     """Create the steering control of a serving engine."""
-    several = engine.vllm_config.parallel_config._api_process_count > 1
     engines = Engines(engine.engine_core)
-    return AsyncSteeringControl(open_frontend(engine, named, runs), engines, several)
+    return AsyncSteeringControl(open_frontend(engine, named, runs), engines)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.residual.before_fork import end_openmp_threads
 from vllm.v1.residual.engine_call import call_engine
 from vllm.v1.residual.model_identity import identity_of
+from vllm.v1.residual.plain_data import MAX_NAME
 from vllm.v1.residual.sizes import num_layers, torch_dtype
 from vllm.v1.steering.errors import SteeringValidationError, as_refused, fail
 from vllm.v1.steering.frontend.admission import (
@@ -17,7 +18,7 @@ from vllm.v1.steering.frontend.admission import (
     request_fields,
     set_fields,
 )
-from vllm.v1.steering.frontend.modules import MAX_NAME, Module, SteeringModules
+from vllm.v1.steering.frontend.modules import Module, SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.describe import describe, describe_applied
@@ -174,10 +175,9 @@ class SteeringFrontend(NoSteering):
             vllm_config.capture_config.missing,
             vllm_config.capture_config.point_shapes,
         )
-        self.admission = SteeringAdmission(model, self.modules)
-        self.shared = self.admission.shared
         servers = vllm_config.parallel_config._api_process_count
-        self.admission.alone = servers == 1
+        self.admission = SteeringAdmission(model, self.modules, servers == 1)
+        self.shared = self.admission.shared
         self.identity = identity_of(vllm_config)
         for name, path in vllm_config.steering_config.modules.items():
             with about_module(name, path):
@@ -186,7 +186,7 @@ class SteeringFrontend(NoSteering):
     def _load(self, name: str, path: str) -> None:
         module = read_module(path)
         found, _ = self._checked(name, module.vectors, module.provenance, Source(path))
-        self.modules.register(name, found.tiers, provenance=found.provenance)
+        self.modules.register(name, found)
 
     def admit(
         self, params: "SamplingParams", num_prompt: int, resumable: bool = False
@@ -235,7 +235,7 @@ class SteeringFrontend(NoSteering):
         """The named sets with the norms of their vectors."""
         return {
             name: {**describe(one.tiers), "metadata": one.provenance.facts()}
-            for name, one in self.modules.all().items()
+            for name, one in self.modules.all.items()
         }
 
     def prepare(

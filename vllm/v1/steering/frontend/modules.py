@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.residual.bounds import listed, shown
 from vllm.v1.residual.module_info import Named
+from vllm.v1.residual.plain_data import MAX_NAME, is_name
 from vllm.v1.steering.errors import (
     SteeringValidationError,
     UnknownModuleError,
@@ -13,14 +14,12 @@ from vllm.v1.steering.errors import (
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.provenance import Provenance
 
-MAX_NAME = 128
-
 
 class Module(NamedTuple):
     """A named set of vectors, and where it comes from."""
 
     tiers: SteeringTiers
-    provenance: Provenance
+    provenance: Provenance = Provenance()
 
 
 def check_name(name: Any, most: int = MAX_NAME) -> None:
@@ -30,8 +29,7 @@ def check_name(name: Any, most: int = MAX_NAME) -> None:
         SteeringValidationError: naming the parameter, the value and the remedy.
 
     """
-    valid = isinstance(name, str) and name.isprintable() and name.strip() == name
-    if not valid or not 0 < len(name) <= most:
+    if not is_name(name, most):
         raise fail(
             f"name must be printable text of 1 to {most} characters, without blanks "
             "around it",
@@ -46,13 +44,7 @@ class SteeringModules(Named[Module]):
     def __init__(self) -> None:
         super().__init__({})
 
-    def register(
-        self,
-        name: Any,
-        tiers: SteeringTiers,
-        replace: bool = False,
-        provenance: Provenance | None = None,
-    ) -> None:
+    def register(self, name: Any, module: Module, replace: bool = False) -> None:
         """Register a module; requests in flight keep the vectors that they have.
 
         Raises:
@@ -61,7 +53,7 @@ class SteeringModules(Named[Module]):
         """
         with self._lock:
             self.check_free(name, replace)
-            self.put(name, Module(tiers, provenance or Provenance()))
+            self.put(name, module)
 
     def unregister(self, name: Any) -> None:
         """Unregister a module; requests in flight keep the vectors that they have.
@@ -72,7 +64,7 @@ class SteeringModules(Named[Module]):
         """
         with self._lock:
             self.check_known(name)
-            del self._known[name]
+            self.put(name, None)
 
     def check_free(self, name: Any, replace: bool) -> None:
         """Refuse an invalid name, and a name in use unless it may be replaced.
@@ -82,7 +74,7 @@ class SteeringModules(Named[Module]):
 
         """
         check_name(name)
-        if name in self._known and not replace:
+        if name in self.all and not replace:
             raise fail(
                 f"name: a steering module {name!r} exists; unregister it first, "
                 'or set "replace": true',
@@ -100,7 +92,7 @@ class SteeringModules(Named[Module]):
         """
         if not isinstance(name, str):
             raise self._unknown(name, "name")
-        if name not in self._known:
+        if name not in self.all:
             unknown = self._unknown(name, "name")
             raise UnknownModuleError(
                 unknown.args[0], parameter="name", value=unknown.value
@@ -113,7 +105,7 @@ class SteeringModules(Named[Module]):
             SteeringValidationError: there is none of this name.
 
         """
-        module = self._known.get(name) if isinstance(name, str) else None
+        module = self.all.get(name) if isinstance(name, str) else None
         if module is None:
             raise self._unknown(name, parameter)
         return module.tiers
@@ -121,7 +113,7 @@ class SteeringModules(Named[Module]):
     def _unknown(self, name: Any, parameter: str) -> SteeringValidationError:
         return fail(
             f"{parameter}: there is no steering module {shown(name)}; there are "
-            f"{listed(list(self._known))}. Add one with --steering-modules NAME=PATH "
+            f"{listed(list(self.all))}. Add one with --steering-modules NAME=PATH "
             "or POST /v1/steering/modules/register",
             parameter,
             name,

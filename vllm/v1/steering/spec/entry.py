@@ -54,7 +54,6 @@ from vllm.v1.steering.spec.table import (
     number,
     one_of,
     read,
-    required,
 )
 from vllm.v1.steering.spec.when import check_known, parse_when
 
@@ -328,7 +327,8 @@ def parse_entry(
     by_row: Rows = ()
     where = f"{at}.positions"
     if values.get("vectors") is None:
-        spans = parse_positions(raw.get("positions"), where)
+        if raw.get("positions") is not None:
+            spans = parse_positions(raw["positions"], where)
     else:
         by_row = row_positions(raw.get("positions"), len(main), where)
     when = raw.get("when")
@@ -354,10 +354,10 @@ def _op(entry: Mapping[str, Any], at: str) -> OpName:
         )
     table = OPS[op]
     unknown = sorted(str(name) for name in entry if name not in KEYS)
-    needed = required(table)
+    needed = [name for name, key in table.items() if key.default is REQUIRED]
     if "vectors" in table:
-        needed = ("vectors",) if "vectors" in entry else ("vector",)
-        needed = () if op == "replace" and "from" in entry else needed
+        needed = ["vectors" if "vectors" in entry else "vector"]
+        needed = [] if op == "replace" and "from" in entry else needed
     missing = [name for name in needed if name not in entry]
     if unknown or missing:
         raise fail(

@@ -32,7 +32,7 @@ def parse_positions(raw: Any, at: str) -> Spans | None:
     """Parse the positions of an entry; None for every token of its tier.
 
     Args:
-        raw: a selector of `vllm.v1.residual.selectors`, or None.
+        raw: a selector of `vllm.v1.residual.selectors`.
         at: the selector's name in messages.
 
     Raises:
@@ -40,8 +40,6 @@ def parse_positions(raw: Any, at: str) -> Spans | None:
             known after they are computed.
 
     """
-    if raw is None:
-        return None
     found = parse_selector(raw, at, fail)
     if not isinstance(found, str):
         return found
@@ -85,7 +83,7 @@ def row_positions(raw: Any, num_rows: int, at: str) -> Rows:
     everything = np.arange(num_rows)
     if num_rows > MAX_POSITIONS:
         raise fail(f"{at}: at most {MAX_POSITIONS} positions", at, num_rows)
-    spans = parse_positions(raw, at)
+    spans = None if raw is None else parse_positions(raw, at)
     if spans is None:
         raise fail(
             f"{at}: vectors needs positions, one for each of its {num_rows} rows: a "

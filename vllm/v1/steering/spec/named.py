@@ -86,10 +86,10 @@ class NamedFiles:
         return self._info("sae", name, remedy, at)
 
     def _info(self, kind: str, name: str, remedy: str, at: str) -> ModuleInfo:
-        info = self._known.find(name)
+        info = self._known.all.get(name)
         if info is not None and info.kind == kind:
             return info
-        having = [name for name, one in self._known.all().items() if one.kind == kind]
+        having = [name for name, one in self._known.all.items() if one.kind == kind]
         shown = {"probe": "probe", "sae": "SAE"}[kind]
         raise fail(
             f"{at}: no {shown} is named {name!r}; there are {listed(having)}. {remedy}",

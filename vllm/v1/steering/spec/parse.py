@@ -141,10 +141,9 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             for entry in these:
                 to = generated if _is_generated(entry) else parsed
                 _take(to, tap, entry, model, f"{at}.{layer}", written)
-    parsed, generated = (
-        replace(one, operations=joined_rows(one.operations))
-        for one in (parsed, generated)
-    )
+    for one in (parsed, generated):
+        if one.operations:
+            one.operations[:] = joined_rows(one.operations)
     return replace(parsed, generated=generated) if generated.entries else parsed
 
 

@@ -66,11 +66,6 @@ def read(
     return values
 
 
-def required(table: Table) -> tuple[str, ...]:
-    """The keys that must be there."""
-    return tuple(name for name, key in table.items() if key.default is REQUIRED)
-
-
 def as_written(value: Any, place: Place) -> Any:
     """The value itself, which is checked together with others."""
     return value
