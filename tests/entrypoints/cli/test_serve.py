@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.serve.utils.serve_args import OPTIONS, complete, refuse_grpc
+from vllm.entrypoints.serve.steering.authority import ENABLING
+from vllm.entrypoints.serve.utils.serve_args import complete, refuse_grpc
 
 
-@pytest.mark.parametrize("attribute", OPTIONS)
-def test_grpc_is_refused_with_what_its_messages_cannot_carry(attribute: str) -> None:
-    args = Namespace(grpc=True, model_tag=None, **{attribute: ["logging"]})
-    with pytest.raises(ValueError, match=f"{OPTIONS[attribute]}: the gRPC server"):
+@pytest.mark.parametrize("name", [*ENABLING, "enable_lens_page"])
+def test_grpc_is_refused_with_what_its_messages_cannot_carry(name: str) -> None:
+    args = Namespace(grpc=True, model_tag=None, **{name: ["logging"]})
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}: the gRPC"):
         ServeSubcommand.cmd(args)
 
 

@@ -4,6 +4,7 @@
 from argparse import Namespace
 from typing import Any
 
+from vllm.entrypoints.serve.steering.authority import ENABLING
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -40,18 +41,6 @@ def _name(entry: Any) -> Any:
     return str(entry).partition(":")[0]
 
 
-OPTIONS = {
-    "capture_consumers": "--capture-consumers",
-    "enable_steering": "--enable-steering",
-    "enable_readouts": "--enable-readouts",
-    "vllm_lens_api": "--vllm-lens-api",
-    "interp_engine_api": "--interp-engine-api",
-    "enable_patching": "--enable-patching",
-    "enable_lens_page": "--enable-lens-page",
-}
-"""Options, by attribute of the parsed command line."""
-
-
 def refuse_grpc(args: Namespace) -> None:
     """Reject options whose request fields a gRPC server would ignore.
 
@@ -63,10 +52,11 @@ def refuse_grpc(args: Namespace) -> None:
 
     """
     given = vars(args)
-    for attribute, option in OPTIONS.items():
-        if given.get(attribute):
+    for name in (*ENABLING, "enable_lens_page"):
+        if given.get(name):
+            option = name.replace("_", "-")
             raise ValueError(
-                f"{option}: the gRPC server (--grpc) has no fields for capture, "
+                f"--{option}: the gRPC server (--grpc) has no fields for capture, "
                 "steering and readouts, and would ignore them; serve HTTP by leaving "
                 "out --grpc"
             )
