@@ -378,8 +378,8 @@ class SteeringTiers(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def carried(self) -> tuple[str, ...]:
         """The digests of operations with transcoders' activations, in their order."""
-        carried = (one.digest for one in self.operations if _carries(one))
-        return tuple(dict.fromkeys(carried))
+        uses = ((one.digest, one.details.feature) for one in self.operations)
+        return tuple({digest: None for digest, use in uses if use and use.carries})
 
     def __bool__(self) -> bool:
         return any(self.parts)
@@ -423,10 +423,6 @@ def operations_of(*parts: PackedVectors | None) -> tuple[Operation, ...]:
 
 
 NO_STEERING = SteeringTiers()
-
-
-def _carries(one: Operation) -> bool:
-    return one.details.feature is not None and one.details.feature.carries
 
 
 def tiers_of(request: "Request | EngineCoreRequest") -> SteeringTiers | None:

@@ -24,6 +24,7 @@ from vllm.v1.steering.worker.gates import Deciding, Gate
 from vllm.v1.steering.worker.held_gates import FIRST_ROOM, HeldGates
 from vllm.v1.steering.worker.requests import tokens_of
 
+CPU = torch.device("cpu")
 PROMPT, REST, MEAN, SPREADS = 3, 9, 10, 11
 """Columns of a condition of the engine and of three of a request."""
 LAST = Condition(0, "pre_attn", b"", 0.0, False, True, 0.5, 0.0, "prompt", "")
@@ -106,7 +107,7 @@ def test_however_tokens_are_split_each_finds_what_was_decided(
 ) -> None:
     """Prompts are chunked; a request may be preempted and start again."""
     random = np.random.default_rng(seed)
-    held = HeldGates(torch.device("cpu"))
+    held = HeldGates(CPU, FiredCounts(CPU))
     rate = random.uniform(0, 0.6)
     fired = {(str(i), p): random.random() < rate for i in range(4) for p in range(16)}
 
@@ -139,7 +140,7 @@ def test_however_tokens_are_split_each_finds_what_was_decided(
 
 
 def test_places_are_used_again_and_memory_grows() -> None:
-    held = HeldGates(torch.device("cpu"))
+    held = HeldGates(CPU, FiredCounts(CPU))
     for turn in range(2):
         names = [f"{turn}-{index}" for index in range(FIRST_ROOM + 3)]
         first = {name: (2, range(2)) for name in names}
@@ -152,7 +153,7 @@ def test_places_are_used_again_and_memory_grows() -> None:
 
 
 def test_other_conditions_of_the_engine_are_not_decided() -> None:
-    held = HeldGates(torch.device("cpu"))
+    held = HeldGates(CPU, FiredCounts(CPU))
     carried_out(held, {"a": (2, range(2))}, lambda name, position: True)
     carried_out(held, {"a": (2, range(2, 3))}, lambda name, position: True)
     held.forget_engines()
@@ -162,9 +163,8 @@ def test_other_conditions_of_the_engine_are_not_decided() -> None:
 
 
 def test_the_mean_over_a_prompt_decides_however_it_is_chunked() -> None:
-    device = torch.device("cpu")
-    fired = FiredCounts(device)
-    held = HeldGates(device, fired)
+    fired = FiredCounts(CPU)
+    held = HeldGates(CPU, fired)
     count = fired.place(AVERAGE)
     doses = torch.full((8, 1), torch.nan)
     own = Deciding(Gate(AVERAGE, MEAN), count, doses[:, 0])

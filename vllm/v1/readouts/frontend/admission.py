@@ -104,8 +104,9 @@ class ReadoutAdmission:
             return None
         if not self.enabled:
             refuse(params)
-        for name in ("readouts", "stop_when"):
-            _check_range(getattr(params, name), name)
+        for name in ("readouts", "stop_when"):  # They are sent to other processes.
+            if (fault := fault_of(given := getattr(params, name))) is not None:
+                raise fail(f"{name} {fault}", name, given)
         if params.readouts is None:
             raise fail(
                 "stop_when compares readouts, and this request has none; send them in "
@@ -244,9 +245,3 @@ def _numbers_of(
     if readout.kind == "sae":
         return len(readout.features) or 2 * readout.top_k
     return values_per_token(readout, modules) or 1
-
-
-def _check_range(raw: Any, name: str) -> None:
-    """Reject what cannot be sent to the engine's process, such as huge integers."""
-    if (fault := fault_of(raw)) is not None:
-        raise fail(f"{name} {fault}", name, raw)

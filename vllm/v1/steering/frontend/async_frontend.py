@@ -79,10 +79,10 @@ class AsyncSteeringControl:
         may_name = given.keys() - set(REQUEST_FIELDS.values())
         if self._names is not None and any(given[one] is not None for one in may_name):
             await self._names.refresh()
-        frontend, values = self.frontend, list(given.values())
-        if not isinstance(frontend, SteeringFrontend) or not _is_large(values):
-            return params
-        return await _beside(frontend.admission.prepared, params)
+        front, raw = self.frontend, list(given.values())
+        if isinstance(front, SteeringFrontend) and count_values(raw, _LARGE) > _LARGE:
+            return await _beside(front.admission.prepared, params)
+        return params
 
     async def set(self, raw: Mapping[str, Any], replace: bool) -> dict[str, Any]:
         """Change the global vectors, given by field, on every rank or on none."""
@@ -139,10 +139,6 @@ class AsyncSteeringControl:
         if self._names is not None:
             await self._names.refresh()
         return list(modules.all)
-
-
-def _is_large(given: list[Any]) -> bool:
-    return count_values(given, _LARGE) > _LARGE
 
 
 async def _beside(work: Callable[..., T], *args: Any) -> T:

@@ -387,7 +387,8 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
     rows = unpack_array(packed, at, dimensions=(2, 3))
     scales = as_list(packed.get("scales"))
     given = [None] * len(layers) if scales is None else scales
-    if len(rows) != len(layers) or not _is_list_of(given, len(layers)):
+    is_list = isinstance(given, (list, tuple))
+    if not is_list or not len(rows) == len(layers) == len(given):
         raise fail(
             f"{at}: shape[0], layer_indices and scales must have one entry per "
             f"layer; they have {len(rows)}, {len(layers)} and "
@@ -402,7 +403,3 @@ def _unpack(packed: Mapping[str, Any], at: str) -> Entries:
         entry = {name: row, **shared} | ({} if scales is None else {"scale": scale})
         entries.append((_layer_index(key, f"{at}.layer_indices"), [entry]))
     return entries
-
-
-def _is_list_of(value: Any, length: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == length

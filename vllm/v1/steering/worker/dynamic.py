@@ -211,7 +211,8 @@ class DynamicSteering:
         for action in actions:
             self._count += 1
             try:
-                self._checksum = crc32(_bytes_of(action), self._checksum)
+                data = msgspec.msgpack.encode(action, enc_hook=np.ndarray.tobytes)
+                self._checksum = crc32(data, self._checksum)
                 self._apply(action)
             except Exception as error:
                 self.reject(action, error)
@@ -415,11 +416,6 @@ def _arrays(raw: VectorsByHook) -> VectorsByHook:
         }
         for hook, layers in raw.items()
     }
-
-
-def _bytes_of(action: Action) -> bytes:
-    """What tells actions apart, for the checksum."""
-    return msgspec.msgpack.encode(action, enc_hook=np.ndarray.tobytes)
 
 
 def _finite(value: float) -> float:

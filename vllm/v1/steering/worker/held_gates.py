@@ -52,12 +52,12 @@ class Segment(NamedTuple):
 class StepLatches:
     """The segments of the planned step. Engine thread only."""
 
-    def __init__(self, device: torch.device, fired: FiredCounts | None) -> None:
+    def __init__(self, device: torch.device, fired: FiredCounts) -> None:
         """Start without any.
 
         Args:
             device: of the gates.
-            fired: counts the tokens at which gates are open; None to count none.
+            fired: counts the tokens at which gates are open.
 
         """
         self._device = device
@@ -131,9 +131,8 @@ class StepLatches:
             index = torch.arange(tokens.start, tokens.stop, device=self._device)
             before = gates[rows, column]
             now = torch.where(index >= opened, 1.0, before)
-            if self._fired is not None:
-                grown = (now > FIRES_ABOVE).sum() - (before > FIRES_ABOVE).sum()
-                self._fired.grow(deciding.count, grown)
+            grown = (now > FIRES_ABOVE).sum() - (before > FIRES_ABOVE).sum()
+            self._fired.grow(deciding.count, grown)
             if deciding.doses is not None:
                 deciding.doses[rows] = now
 
@@ -159,12 +158,12 @@ class Mean(NamedTuple):
 class HeldGates:
     """The decisions of each request. Used on the engine's thread only."""
 
-    def __init__(self, device: torch.device, fired: FiredCounts | None = None) -> None:
+    def __init__(self, device: torch.device, fired: FiredCounts) -> None:
         """Start without decisions.
 
         Args:
             device: of the gates.
-            fired: counts the decisions; None to count none.
+            fired: counts the decisions.
 
         """
         self._device = device
@@ -327,8 +326,7 @@ class HeldGates:
             rows, places, columns, since, counts = self._indices(self._decides)
             self._value[places, columns] = gates[rows, columns]
             self._since[places, columns] = since.int()
-            if self._fired is not None:
-                self._fired.add(counts, gates[rows, columns])
+            self._fired.add(counts, gates[rows, columns])
         for mean in self._means:
             self._add(mean, gates)
         if self._fires:
@@ -352,8 +350,7 @@ class HeldGates:
         gate = decided(condition, total / one.length).float()
         self._value[one.place, column] = gate[0]
         self._since[one.place, column] = one.length
-        if self._fired is not None:
-            self._fired.add_one(one.deciding.count, gate)
+        self._fired.add_one(one.deciding.count, gate)
         if one.deciding.doses is not None:
             one.deciding.doses[one.rows.stop - 1] = gate[0]
 

@@ -303,11 +303,12 @@ class Phase:
         return max(one.first.last(prompt_length) for one in self.positioned)
 
     def _placed(self, taps: Collection[Tap], active: frozenset[int]) -> Programs:
-        programs = {tap: self._program(tap, active) for tap in sorted(taps)}
-        return place({t: p for t, p in programs.items() if p}, self.device)
-
-    def _program(self, tap: Tap, active: frozenset[int]) -> Program:
-        return tuple(made for _, made in self.numbered(tap, active))
+        programs: dict[Tap, Program] = {
+            tap: tuple(made for _, made in numbered)
+            for tap in sorted(taps)
+            if (numbered := self.numbered(tap, active))
+        }
+        return place(programs, self.device)
 
     def numbered(
         self, tap: Tap, active: frozenset[int]
