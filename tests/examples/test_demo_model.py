@@ -28,8 +28,6 @@ from text_tokenizer import SPECIAL_TOKENS, train_tokenizer  # noqa: E402
 from tone import CHEERFUL_WORDS, GLOOMY_WORDS, tone_score  # noqa: E402
 from train import main as train_main  # noqa: E402
 
-STEERED_LAYER = 2
-
 
 def take(count: int, seed: int) -> list[Document]:
     return list(islice(documents(seed), count))
@@ -182,38 +180,6 @@ def test_chat_answers_keep_to_the_question(
     assert mood.startswith("I "), mood
     # The model is too small to remember which relative the question names.
     assert any(f"my {relative}" in kin.lower() for relative in KIN), kin
-
-
-@torch.no_grad()
-def tone_direction(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> torch.Tensor:
-    """Mean of cheerful minus mean of gloomy `resid_post`: `[hidden_size]`."""
-    rows: dict[str, list[torch.Tensor]] = {"cheerful": [], "gloomy": []}
-    for document in take(120, seed=31):
-        ids = tokenizer(document.text, return_tensors="pt").input_ids
-        start = len(tokenizer(document.opening).input_ids)
-        states = model(ids, output_hidden_states=True).hidden_states
-        rows[document.tone].append(states[STEERED_LAYER + 1][0, start:])
-    cheerful, gloomy = (torch.cat(rows[t]).mean(0) for t in ("cheerful", "gloomy"))
-    return cheerful - gloomy
-
-
-def test_steering_along_the_tone_direction_decides_the_tone(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    direction = tone_direction(model, tokenizer)
-    prompts = neutral_openings(16, seed=41)
-    means = []
-    for scale in (-1.0, 0.0, 1.0):
-        hook = model.model.layers[STEERED_LAYER].register_forward_hook(
-            lambda _module, _inputs, out, scale=scale: out + scale * direction
-        )
-        texts = write(model, tokenizer, prompts)
-        hook.remove()
-        means.append(sum(map(tone_score, texts)) / len(texts))
-    assert means[0] < -0.8 and means[2] > 0.8, means
-    assert means[0] < means[1] < means[2], means
 
 
 def test_a_tiny_training_run_writes_a_model_that_loads(tmp_path: Path) -> None:

@@ -209,18 +209,6 @@ def test_a_request_that_recomputes_a_token_keeps_its_place() -> None:
     assert after.decoding["b"] == (0, 3, 1)
 
 
-def test_free_rows_are_compacted_if_a_step_may_not_use_more() -> None:
-    block_rows = BlockRows(most_rows=6)
-    change(block_rows, ["a", "b", "c"], [])
-    block_rows.unshare()
-    for name in "ab":
-        block_rows.free(COLUMNS, name)
-    block_rows.take((2,), "x", 0, 7)
-    first, other = block_rows.blocks({COLUMNS: [("p", 0, 0, 2, 4)]})
-    assert (places_in(first), list(first.offsets), first.num_rows) == ({"c": 0}, [1], 3)
-    assert (places_in(other), other.num_rows) == ({"x": 0}, 1)
-
-
 def test_rows_of_prompts_follow_those_of_decoding_requests() -> None:
     block_rows = BlockRows(MANY)
     change(block_rows, ["a", "b", "c"], [])
@@ -232,11 +220,3 @@ def test_rows_of_prompts_follow_those_of_decoding_requests() -> None:
     # After it, every request has its former index.
     (block,) = change(block_rows, ["c", "a"], ["c", "a"])
     assert (places_in(block), block.num_rows, block.picks) == ({"c": 2, "a": 0}, 3, ())
-
-
-def test_a_block_without_requests_is_dropped() -> None:
-    block_rows = BlockRows(MANY)
-    change(block_rows, ["a"], [])
-    assert change(block_rows, [], ["a"]) == ()
-    (block,) = block_rows.blocks({COLUMNS: [("p", 0, 0, 2, 0)]})
-    assert (list(block.offsets), block.num_rows) == ([0], 2)

@@ -15,7 +15,6 @@ from vllm.v1.residual.spans import (
     selected,
     spans_of,
 )
-from vllm.v1.steering.spec.matrix import parse_positions
 
 lists = st.lists(st.integers(-12, 20), min_size=1, max_size=12)
 prompts = st.integers(0, 10)
@@ -73,14 +72,3 @@ def test_spans_that_meet_become_one(given_spans: list[tuple[int, int]]) -> None:
     kept = [(a, a + n) for a, n in given_spans if a >= 0 or a + n <= 0]
     expected = spans_of(p for first, stop in kept for p in range(first, stop))
     assert merged(kept) == expected
-
-
-def test_selectors_are_taken_by_their_names() -> None:
-    assert parse_positions("all", "positions") is None
-    for name, positions in (("last_prompt", [4]), ("all_prompt", [0, 1, 2, 3, 4])):
-        spans = parse_positions(name, "positions")
-        assert spans is not None
-        assert selected(spans, 5, 0, 9) == positions
-        assert missed(spans, 5, range(5)) is None
-    ranges = parse_positions({"ranges": [[2, 3], [-2, -1]]}, "positions")
-    assert ranges == ((-2, 0), (2, 4))

@@ -80,17 +80,6 @@ def test_a_step_is_not_looked_at_when_nothing_is_to_be_done_again() -> None:
     assert (bench.views, bench.capture.calls, bench.steering.calls) == (1, 3, 3)
 
 
-def test_what_a_step_left_behind_is_cleared_by_the_next() -> None:
-    bench = Bench()
-    bench.capture.wanted = True
-    bench.run()
-    bench.capture.wanted = False
-    bench.run(goes_on=False)
-    assert bench.capture.memory == CAPTURES
-    bench.run()
-    assert bench.capture.memory == NOTHING
-
-
 @given(
     st.lists(
         st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
