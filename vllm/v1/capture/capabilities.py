@@ -37,16 +37,15 @@ class ConsumerCapabilities:
 
     takes_requests: bool
     """`reads_client_spec`: requests may name it in `SamplingParams.capture`."""
-    remembers_specs: bool
-    """The instance that receives the rows must also validate the request's spec."""
+    told: Callable[[Any, Any], object] | None
+    """`validate_client_spec`, if the instance that receives the rows must also be told
+    the request's spec."""
     waits: bool
     """A request that names it always waits for its results."""
     streams: bool
     """Intermediate outputs carry the rows computed so far."""
     takes_readouts: bool
     """A request's spec may have `readouts`, whose results it takes as further keys."""
-    truncates: bool
-    """The same as in `SinkCapabilities`, if the consumer is a sink."""
     max_inflight_bytes: int | None
     """Upper bound, over all requests in flight, on the bytes of rows in their results.
 
@@ -104,28 +103,19 @@ def consumer_capabilities(consumer: Any) -> ConsumerCapabilities:
         places_of = _places_as_named
     return ConsumerCapabilities(
         takes_requests=takes_requests,
-        remembers_specs=takes_requests
-        and bool(getattr(consumer, "remembers_specs", True))
-        and callable(getattr(consumer, "validate_client_spec", None)),
+        told=getattr(consumer, "validate_client_spec", None)
+        if takes_requests and getattr(consumer, "remembers_specs", True)
+        else None,
         waits=bool(getattr(consumer, "waits", False)),
         streams=bool(getattr(consumer, "streams", False)),
         takes_readouts=takes_requests
         and bool(getattr(consumer, "takes_readouts", False)),
-        truncates=truncates(consumer),
         max_inflight_bytes=getattr(consumer, "max_inflight_bytes", None),
         folder=None if folder is None else Path(folder),
         global_spec=getattr(consumer, "global_capture_spec", None),
         metrics_key=str(getattr(consumer, "metrics_key", "")),
         places_of=places_of,
     )
-
-
-def told_specs(consumer: Any) -> Callable[[Any, Any], object] | None:
-    """What tells an instance the specs of its requests; None if it need not know."""
-    if not consumer_capabilities(consumer).remembers_specs:
-        return None
-    tell: Callable[[Any, Any], object] = consumer.validate_client_spec
-    return tell
 
 
 def capabilities_of(consumers: Mapping[str, Any]) -> dict[str, ConsumerCapabilities]:

@@ -8,7 +8,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.capabilities import told_specs
+from vllm.v1.capture.capabilities import consumer_capabilities
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.guarded_sink import SHUTDOWN_GRACE
 from vllm.v1.capture.delivery.packet_queue import Ending
@@ -68,7 +68,7 @@ class DriverLanes:
                 as_sink(consumer),
                 config.dispatch_queue_bytes,
                 config.dispatch_queue_size,
-                validate=told_specs(consumer),
+                validate=consumer_capabilities(consumer).told,
             )
             for name, consumer in consumers.items()
             if consumer.location == "driver"

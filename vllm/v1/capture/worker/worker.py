@@ -17,7 +17,6 @@ from vllm.v1.capture.capabilities import (
     ConsumerCapabilities,
     consumer_capabilities,
     row_encoder,
-    told_specs,
     truncates,
 )
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
@@ -234,7 +233,6 @@ class WorkerCapture:
         )
         sinks: dict[str, Any] = {}
         built: dict[str, ConsumerCapabilities] = {}
-        told: dict[str, Any] = {}
         for entry in config.consumers:
             name, kind = entry.instance_name, consumer_class(entry.name)
             if kind.location == "driver":
@@ -243,7 +241,6 @@ class WorkerCapture:
                 continue
             consumer = build_consumer(entry, vllm_config)
             built[name] = consumer_capabilities(consumer)
-            told[name] = told_specs(consumer)
             sinks[name] = as_sink(consumer)
         check_folders(built)
         for name in config.driver_instances:
@@ -262,7 +259,7 @@ class WorkerCapture:
                 # Live rows may always be dropped: the consumer gets them as well.
                 "drop" if name == LIVE or config.overload_policy == "drop" else "block",
                 None if name == LIVE else spill,
-                told.get(name),
+                built[name].told if name in built else None,
             )
             for name, sink in sinks.items()
         }
