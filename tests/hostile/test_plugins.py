@@ -17,7 +17,7 @@ import torch
 from tests.v1.capture.consumers._drive import context, deliver, rows_of
 from vllm.v1.capture.capabilities import step_capabilities
 from vllm.v1.capture.consumer import CaptureConsumer
-from vllm.v1.capture.delivery import guarded_sink
+from vllm.v1.capture.delivery import consumer_thread
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.admission import Admission
@@ -250,7 +250,7 @@ class Hanging:
 def test_stopping_takes_the_time_that_is_stated(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guarded_sink, "SHUTDOWN_GRACE", 0.2)
+    monkeypatch.setattr(consumer_thread, "SHUTDOWN_GRACE", 0.2)
     sink: Any = Hanging(where)
     lane = SinkLane("hanging", sink, 1 << 20, 16)
     from tests.v1.capture.consumers._drive import chunks_of

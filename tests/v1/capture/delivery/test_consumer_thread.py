@@ -17,7 +17,7 @@ from tests.v1.capture._sinks import (
     key,
 )
 from vllm.v1.capture.consumer import BatchingSink
-from vllm.v1.capture.delivery import guarded_sink
+from vllm.v1.capture.delivery import consumer_thread
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.registry import as_sink
@@ -120,7 +120,7 @@ def test_a_sink_that_never_has_a_result_costs_a_request_one_timeout(
         def get_result(self, key: CaptureKey) -> CaptureResult | None:
             return CaptureResult(key, "pending") if key[1] else None
 
-    monkeypatch.setattr(guarded_sink, "RESULT_TIMEOUT", 0.2)
+    monkeypatch.setattr(consumer_thread, "RESULT_TIMEOUT", 0.2)
     lane, answers = lanes(Silent()), Answers()
     many = [key(layer=layer) for layer in range(200)]
     result = end(lane, answers, *many)  # One timeout each would take 40 s.

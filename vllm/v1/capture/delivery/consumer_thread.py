@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SinkLane`: the thread of a consumer instance, which isolates it from the engine."""
+"""The thread of a consumer instance, which isolates it from the engine.
+
+What a sink raises becomes the result of the keys concerned (`GuardedSink`), and a call
+that does not return fails the requests that wait for it (`SinkLane`).
+"""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Literal
 
-from msgspec.structs import replace
-
 from vllm.logger import init_logger
-from vllm.v1.capture.delivery.guarded_sink import GuardedSink, Outcome
+from vllm.v1.capture.capabilities import sink_capabilities
 from vllm.v1.capture.delivery.packet_queue import (
+    DroppedRows,
     Ending,
     Opening,
     Packet,
     PacketQueue,
 )
 from vllm.v1.capture.delivery.spill import SpillStore
-from vllm.v1.capture.groups import GroupChunk, GroupEnd
-from vllm.v1.capture.results import merge
+from vllm.v1.capture.groups import GroupChunk, chunks_in
+from vllm.v1.capture.results import RowsByTap, merge
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
-from vllm.v1.capture.types import CaptureKey, CaptureResult
+from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
+from vllm.v1.residual.plain_data import fault_of
+from vllm.v1.residual.plugin_errors import FAILURES, described
 
 __all__ = ["Ending", "SinkLane"]
 
@@ -31,86 +36,225 @@ logger = init_logger(__name__)
 STALL_SECONDS = 90.0
 """Seconds that one call of a sink may take before its requests fail."""
 
+RESULT_TIMEOUT = 60.0
+"""Seconds that a sink may take from a request's finalizes to its results."""
 
-class DroppedRows:
-    """The dropped positions of each key, until its request ends.
+SHUTDOWN_GRACE = 2.0
+"""Seconds that a sink's shutdown may exceed its timeout by."""
 
-    Used on the submitting thread only. The rows that a consumer gets are numbered
-    without gaps: row offsets count delivered rows, and the sidecar lists their
-    positions.
+Outcome = tuple[CaptureResult, int]
+"""A result, and the number of rows that it is about."""
+
+
+class GuardedSink:
+    """A sink of which no exception escapes, and whose calls are timed.
+
+    This includes exceptions that are not an `Exception`, such as `SystemExit`, which
+    would only end the calling thread. Rows and ends are passed on one thread, that of
+    the lane; `outcomes` is also called on one of the sink's.
     """
 
-    def __init__(self) -> None:
-        self.positions: dict[CaptureKey, list[int]] = {}
+    def __init__(self, instance: str, sink: CaptureSink) -> None:
+        self.instance = instance
+        self.sink = sink
+        self.can = sink_capabilities(sink)
+        self.failures: dict[CaptureKey, str] = {}
+        """Keys that have failed: they get no more rows, and an error result."""
+        self._refusals: dict[str, str] = {}
+        self._unfinished: set[CaptureKey] = set()
+        """Keys whose `submit_finalize` raised: the sink has no result for them."""
+        self._thread: threading.Thread | None = None
+        self.call_began: float | None = None
+        """When the present call began on the lane's thread; None between calls."""
 
-    def note(self, items: Sequence[GroupChunk]) -> None:
-        """Record rows that will not be delivered."""
-        for item in items:
-            for key in item.keys:
-                self.positions.setdefault(key, []).extend(item.positions)
+    def rest(self) -> None:
+        """Note that no call is made until the next item, on the lane's thread."""
+        self._thread = threading.current_thread()
+        self.call_began = None
 
-    def renumbered(self, items: Sequence[GroupChunk]) -> list[GroupChunk]:
-        """The rows by key, with offsets that count delivered rows only."""
-        return [
-            replace(one, row_offset=one.row_offset - len(self.positions.get(key, ())))
-            for item in items
-            for one, key in zip(item.apart(), item.keys, strict=True)
-        ]
+    def open(self, opening: Opening) -> None:
+        """Pass the spec of a request that starts."""
+        try:
+            self._begin_call()
+            opening.pass_spec()
+        except BaseException as error:
+            FAILURES.log(self.instance, f"the spec of {opening.request_id}", error)
+            self._refusals[opening.request_id] = described(error)
 
-    def settle(self, ends: Sequence[GroupEnd]) -> Sequence[GroupEnd]:
-        """The ends of a request, with its dropped rows noted in the sidecars.
+    def feed(self, items: Sequence[GroupChunk]) -> None:
+        """Pass rows, in the largest units that the sink takes."""
+        groups, batch = self.can.groups, self.can.submit_chunk_batch
+        try:
+            if groups is not None:
+                self._begin_call()
+                groups.submit_rows(items)
+                return
+            live = chunks_in(items)
+            if batch is not None:
+                self._begin_call()
+                batch(live)
+                return
+        except BaseException as error:
+            for key in (key for item in items for key in item.keys):
+                self.fail(key, error)
+            return
+        for chunk in live:
+            if chunk.key in self.failures:
+                continue
+            try:
+                self._begin_call()
+                self.sink.submit_chunk(chunk)
+            except BaseException as error:
+                self.fail(chunk.key, error)
 
-        Dropped rows past the end of the request are ignored.
+    def fail(self, key: CaptureKey, error: BaseException) -> None:
+        """Log an exception, and let it be the result of a key."""
+        FAILURES.log(self.instance, key, error)
+        self.failures[key] = described(error)
+
+    def finish_groups(self, ending: Ending) -> list[Outcome] | None:
+        """End whole groups of keys; None if the sink takes the keys one by one.
+
+        So it does if any key has failed, because the others of its group may not have.
         """
-        dropped = {
-            key: set(self.positions.pop(key, ())).intersection(end.sidecar["positions"])
-            for end in ends
-            for key in end.keys
-        }
-        if not any(dropped.values()):
-            return ends
-        count = sum(map(len, dropped.values()))
-        rows = sum(len(end.sidecar["positions"]) * len(end.taps) for end in ends)
-        note = (
-            f"{count} of {rows} rows were dropped because the consumer was too "
-            "slow (--capture-overload-policy drop)"
-        )
+        refusal = self._refusals.pop(ending.request_id, None)
+        if refusal is not None:
+            for finalize in ending.finalizes:
+                self.failures.setdefault(finalize.key, refusal)
+        groups = self.can.groups
+        failed = any("capture_error" in end.sidecar for end in ending.ends)
+        if groups is None or self.failures or failed:
+            return None
+        try:
+            self._begin_call()
+            results = groups.submit_ends(ending.request_id, ending.ends)
+        except BaseException as error:
+            FAILURES.log(self.instance, ending.request_id, error)
+            key: Any = (ending.request_id, -1, "*")
+            error_of_all = CaptureResult(key, "error", described(error))
+            results = [error_of_all] * len(ending.ends)
+        if results is None:
+            return None
         return [
-            replace(
-                end,
-                taps=(tap,),
-                sidecar=_without(end.sidecar, lost, note) if lost else end.sidecar,
+            (
+                noted(result, end.sidecar),
+                end.sidecar.get("num_rows", 0) * len(end.taps),
             )
-            for end in ends
-            for tap, key in zip(end.taps, end.keys, strict=True)
-            for lost in [dropped[key]]
+            for end, result in zip(ending.ends, results, strict=True)
         ]
 
+    def finish_keys(self, ending: Ending) -> None:
+        """End the keys of a request one by one, then the request."""
+        for finalize in ending.finalizes:
+            if finalize.key in self.failures:
+                finalize.sidecar.setdefault(
+                    "capture_error", self.failures[finalize.key]
+                )
+            try:
+                self._begin_call()
+                self.sink.submit_finalize(finalize)
+            except BaseException as error:
+                self.fail(finalize.key, error)
+                self._unfinished.add(finalize.key)
+        if self.can.submit_request_end is None:
+            return
+        try:
+            self._begin_call()
+            self.can.submit_request_end(ending.request_id, ending.finalizes)
+        except BaseException as error:
+            for finalize in ending.finalizes:
+                self.fail(finalize.key, error)
 
-def _without(sidecar: dict[str, Any], dropped: set[int], note: str) -> dict[str, Any]:
-    """`sidecar` without the dropped positions, and with `note`."""
-    kept = [
-        (position, token)
-        for position, token in zip(sidecar["positions"], sidecar["token_ids"])
-        if position not in dropped
-    ]
-    earlier = sidecar.get("capture_note")
-    return sidecar | {
-        "positions": [position for position, _ in kept],
-        "token_ids": [token for _, token in kept],
-        "num_rows": len(kept),
-        "dropped_rows": len(sidecar["positions"]) - len(kept),
-        "capture_note": note if earlier is None else f"{earlier}; {note}",
-    }
+    def outcomes(self, ending: Ending) -> list[Outcome]:
+        """Collect the results of a request whose keys were ended."""
+        deadline = monotonic() + RESULT_TIMEOUT
+        found = [
+            (self._result_of(final, deadline), final.sidecar.get("num_rows", 0))
+            for final in ending.finalizes
+        ]
+        self.forget(ending)
+        return found
+
+    def forget(self, ending: Ending) -> None:
+        """Forget the failures of a request."""
+        for finalize in ending.finalizes:
+            self.failures.pop(finalize.key, None)
+
+    def _result_of(self, finalize: CaptureFinalize, deadline: float) -> CaptureResult:
+        key = finalize.key
+        result: CaptureResult | None = None
+        if key in self._unfinished:
+            self._unfinished.discard(key)
+            deadline = 0.0
+        try:
+            result = self._wait_for(key, deadline)
+        except BaseException as error:
+            self.fail(key, error)
+        failure = self.failures.get(key) or finalize.sidecar.get("capture_error")
+        if failure is not None:
+            return CaptureResult(key, "error", failure)
+        if result is None or result.status == "pending":
+            return CaptureResult(
+                key, "error", f"no result within {RESULT_TIMEOUT:.0f} s"
+            )
+        # Its own class holds what the consumers of this project put into it.
+        is_plain = type(result.payload) is RowsByTap
+        fault = None if is_plain else fault_of(result.payload)
+        if fault is not None:
+            return CaptureResult(key, "error", f"the consumer's payload {fault}")
+        return noted(result, finalize.sidecar)
+
+    def _wait_for(self, key: CaptureKey, deadline: float) -> CaptureResult | None:
+        self._begin_call()
+        result = self.sink.get_result(key)
+        if result is not None and result.status != "pending":
+            return result
+        waiting = self.can.wait_for_result
+        if waiting is not None:
+            return waiting(key, max(deadline - monotonic(), 0.0))
+        while (result is None or result.status == "pending") and (
+            monotonic() < deadline
+        ):
+            sleep(0.005)
+            self._begin_call()
+            result = self.sink.get_result(key)
+        return result
+
+    def _begin_call(self) -> None:
+        """Note when a call of the sink begins; calls on other threads may block."""
+        if threading.current_thread() is self._thread:
+            self.call_began = monotonic()
+
+    def shut_down(self, timeout: float) -> None:
+        """Shut down the sink on a thread, which is abandoned if it hangs."""
+        shutting = threading.Thread(
+            target=self._shutdown_sink,
+            args=(timeout,),
+            name=f"capture-{self.instance}-shutdown",
+            daemon=True,
+        )
+        shutting.start()
+        shutting.join(timeout + SHUTDOWN_GRACE)
+        if shutting.is_alive():
+            logger.error(
+                "Consumer %s did not shut down in %.0f s and is abandoned",
+                self.instance,
+                timeout + SHUTDOWN_GRACE,
+            )
+
+    def _shutdown_sink(self, timeout: float) -> None:
+        try:
+            self.sink.shutdown(timeout)
+        except BaseException as error:
+            FAILURES.log(self.instance, "its shutdown", error)
 
 
 class SinkLane:
     """Calls one sink from its own thread, which is fed by a bounded queue.
 
-    Whatever the sink raises becomes the result of the key concerned (`GuardedSink`) and
-    affects neither the engine nor other consumers. If a call of the sink does not
-    return in time, the queued rows are lost and their requests fail, so that no request
-    hangs.
+    Whatever the sink raises affects neither the engine nor other consumers. If a call
+    of the sink does not return in time, the queued rows are lost and their requests
+    fail, so that no request hangs.
 
     `submit` and `finish` are called on one thread; the other methods on any.
     """
@@ -356,3 +500,11 @@ class SinkLane:
                 ending.request_id,
                 self.instance,
             )
+
+
+def noted(result: CaptureResult, sidecar: Mapping[str, Any]) -> CaptureResult:
+    """`result`, or a partial error if the sidecar notes that rows are missing."""
+    note = sidecar.get("capture_note")
+    if note is not None and result.status == "ok":
+        return CaptureResult(result.key, "partial_error", note, result.payload)
+    return result

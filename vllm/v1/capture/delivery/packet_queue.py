@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounded queue of a sink: rows, starts and ends of requests, in order."""
+"""The bounded queue of a sink: rows, starts and ends of requests, in order.
+
+What does not fit is spilled to disk, waited for, or dropped and noted in the sidecars.
+"""
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
@@ -98,6 +101,78 @@ class Packet:
 
 
 Item: TypeAlias = Packet | Opening | Ending
+
+
+class DroppedRows:
+    """The dropped positions of each key, until its request ends.
+
+    Used on the submitting thread only. The rows that a consumer gets are numbered
+    without gaps: row offsets count delivered rows, and the sidecar lists their
+    positions.
+    """
+
+    def __init__(self) -> None:
+        self.positions: dict[CaptureKey, list[int]] = {}
+
+    def note(self, items: Sequence[GroupChunk]) -> None:
+        """Record rows that will not be delivered."""
+        for item in items:
+            for key in item.keys:
+                self.positions.setdefault(key, []).extend(item.positions)
+
+    def renumbered(self, items: Sequence[GroupChunk]) -> list[GroupChunk]:
+        """The rows by key, with offsets that count delivered rows only."""
+        return [
+            replace(one, row_offset=one.row_offset - len(self.positions.get(key, ())))
+            for item in items
+            for one, key in zip(item.apart(), item.keys, strict=True)
+        ]
+
+    def settle(self, ends: Sequence[GroupEnd]) -> Sequence[GroupEnd]:
+        """The ends of a request, with its dropped rows noted in the sidecars.
+
+        Dropped rows past the end of the request are ignored.
+        """
+        dropped = {
+            key: set(self.positions.pop(key, ())).intersection(end.sidecar["positions"])
+            for end in ends
+            for key in end.keys
+        }
+        if not any(dropped.values()):
+            return ends
+        count = sum(map(len, dropped.values()))
+        rows = sum(len(end.sidecar["positions"]) * len(end.taps) for end in ends)
+        note = (
+            f"{count} of {rows} rows were dropped because the consumer was too "
+            "slow (--capture-overload-policy drop)"
+        )
+        return [
+            replace(
+                end,
+                taps=(tap,),
+                sidecar=_without(end.sidecar, lost, note) if lost else end.sidecar,
+            )
+            for end in ends
+            for tap, key in zip(end.taps, end.keys, strict=True)
+            for lost in [dropped[key]]
+        ]
+
+
+def _without(sidecar: dict[str, Any], dropped: set[int], note: str) -> dict[str, Any]:
+    """`sidecar` without the dropped positions, and with `note`."""
+    kept = [
+        (position, token)
+        for position, token in zip(sidecar["positions"], sidecar["token_ids"])
+        if position not in dropped
+    ]
+    earlier = sidecar.get("capture_note")
+    return sidecar | {
+        "positions": [position for position, _ in kept],
+        "token_ids": [token for _, token in kept],
+        "num_rows": len(kept),
+        "dropped_rows": len(sidecar["positions"]) - len(kept),
+        "capture_note": note if earlier is None else f"{earlier}; {note}",
+    }
 
 
 class PacketQueue:

@@ -9,8 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.capabilities import consumer_capabilities
-from vllm.v1.capture.delivery.consumer_thread import SinkLane
-from vllm.v1.capture.delivery.guarded_sink import SHUTDOWN_GRACE
+from vllm.v1.capture.delivery.consumer_thread import SHUTDOWN_GRACE, SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.registry import as_sink
 from vllm.v1.capture.results import GroupedRows
