@@ -81,10 +81,7 @@ def _text(given: Mapping[str, Any], name: str) -> str | None:
 
 def _source(given: Mapping[str, Any], rows: Any) -> Any:
     """What replaces rows if it is not a run."""
-    names = ("source_run", "source_module", "source_inline", "source")
-    found = [name for name in names if name in given]
-    if len(found) > 1:
-        raise fail(f"{found[1]}: give one of {list(names)}", found[1], found)
+    _one_of(given, ("source_run", "source_module", "source_inline", "source"))
     if "source_inline" in given:
         return inline_row(given["source_inline"], rows, "source_inline")
     source = _text(given, "source")
