@@ -2,6 +2,8 @@
 """The guarantees of each policy, for any order of rows, ends and pauses."""
 
 import errno
+import io
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from vllm.v1.capture.delivery import consumer_thread as lane_module
 from vllm.v1.capture.delivery import row_bytes
 from vllm.v1.capture.delivery import spill as spill_module
 from vllm.v1.capture.delivery.consumer_thread import Ending, SinkLane
-from vllm.v1.capture.delivery.spill import SpillStore
+from vllm.v1.capture.delivery.spill import RowFiles, SpilledRows, SpillStore
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.types import (
     CaptureChunk,
@@ -232,6 +234,27 @@ def test_memory_is_bounded_while_rows_spill(tmp_path: Path) -> None:
     traffic.end("a")
     assert traffic.answer("a").status == "ok"
     traffic.lane.close(WAIT)
+
+
+def test_no_row_goes_to_a_file_that_is_being_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, files = torch.arange(8.0).view(2, 4), RowFiles(tmp_path)
+    written: list[SpilledRows] = []
+
+    class Closing(io.FileIO):
+        def close(self) -> None:
+            if not written:  # As another thread does meanwhile.
+                written.extend(files.write([rows]))
+            super().close()
+
+    def opened(folder: Path) -> Closing:
+        return Closing(os.open(folder, os.O_RDWR | os.O_TMPFILE), "r+")
+
+    monkeypatch.setattr(spill_module, "_unnamed_file", opened)
+    files.write([rows])  # Nobody keeps them.
+    (kept,) = written
+    assert torch.equal(*kept.blocks(1000), rows)
 
 
 class FullDisk:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import IO
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from msgspec.structs import replace
@@ -39,9 +39,6 @@ class _Segment:
 
     file: IO[bytes]
     size: int = 0
-
-    def __del__(self) -> None:
-        self.file.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +110,9 @@ class RowFiles:
             if segment.size < SEGMENT_BYTES:
                 return segment
         segment = _Segment(_unnamed_file(self._folder))
+        # Not in `__del__`, during which the set still has the segment: another thread
+        # would write to a file that is being closed.
+        finalize(segment, segment.file.close)
         self._segments.add(segment)
         return segment
 
