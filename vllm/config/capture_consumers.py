@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from vllm.config.capture import CaptureConfig as CaptureConsumersConfig
 from vllm.config.capture import ConsumerConfig as CaptureConsumerSpec
 from vllm.config.capture import parse_consumer as parse_consumer_spec
-from vllm.v1.residual.selectors import layer_index
+from vllm.v1.residual.numbers import layer_index
 from vllm.v1.residual.tap import (
     HOOK_NAMES,
     INNER_POINTS,

@@ -22,13 +22,14 @@ from typing import TypeAlias
 import torch
 
 from vllm.v1.readouts.errors import fail
+from vllm.v1.residual.array_files import read_metadata
 from vllm.v1.residual.file_facts import split_facts
 from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.residual.module_info import ModuleInfo
+from vllm.v1.residual.numbers import layer_index
 from vllm.v1.residual.sae import SparseAutoencoder, load_sae
 from vllm.v1.residual.sae.files import SAEFileError
 from vllm.v1.residual.sae.load import FILES as SAE_FILES
-from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import HOOK_NAMES, Tap, hook_name, why_not
 
 FORMAT = "clearbox-readout-v1"
@@ -168,9 +169,8 @@ def describe_module(name: str, path: str, module: Module) -> ModuleInfo:
 def check_model(info: ModuleInfo, identity: ModelIdentity) -> None:
     """Refuse a probe or translator that was made for another model.
 
-    The digests of the weights decide; if one of them is unknown, the names do. The
-    names in files of SAEs are their authors', who know no other copies of the model:
-    for these only width and place are checked.
+    The names in files of SAEs are their authors', who know no other copies of the
+    model: for these only width and place are checked.
 
     Raises:
         ReadoutValidationError: the message names both models, and the remedy.
@@ -178,17 +178,13 @@ def check_model(info: ModuleInfo, identity: ModelIdentity) -> None:
     """
     if info.kind == "sae" or not info.model:
         return
-    here = identity.weights if info.weights else ""
-    if info.weights and here:
-        is_same = info.weights == here
-    else:
-        is_same = identity.is_named(info.model)
-    if not is_same:
+    if differs := identity.differs(info.model, info.weights):
+        also = " with other weights" if differs == "weights" else ""
         raise fail(
             f"{info.name}: the {info.kind} was made for the model {info.model!r}, this "
-            f"is {identity.title!r}{' with other weights' if here else ''}; make one "
-            "for this model (vllm probe train), or, to use it as it is, remove `model` "
-            "and `weights` from the file's metadata",
+            f"is {identity.title!r}{also}; make one for this model (vllm probe train), "
+            "or, to use it as it is, remove `model` and `weights` from the file's "
+            "metadata",
             "path",
             info.model,
         )
@@ -302,26 +298,6 @@ def _save(
     Path(path).write_bytes(save(dict(tensors), metadata=whole))
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; empty if it has none.
-
-    Raises:
-        ReadoutValidationError: the file cannot be read as safetensors.
-
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as opened:
-            return dict(opened.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise fail(
-            f"path: {str(path)!r} is not a safetensors file: {error}",
-            "path",
-            str(path),
-        ) from None
-
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -366,7 +342,11 @@ def _from_safetensors(path: Path) -> Module | None:
     """A probe or a translator; None if the file has another format."""
     from safetensors.torch import load_file
 
-    said = read_metadata(path)
+    try:
+        said = read_metadata(path)
+    except ValueError as error:
+        what = f"path: {str(path)!r} is not a safetensors file: {error}"
+        raise fail(what, "path", str(path)) from None
     if said.get("format") != FORMAT:
         return None
     tensors = load_file(path)

@@ -66,6 +66,17 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     return _guarded(read)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a `.safetensors` file; empty if it has none."""
+    from safetensors import safe_open
+
+    def read() -> dict[str, str]:
+        with safe_open(path, framework="pt") as opened:
+            return dict(opened.metadata() or {})
+
+    return _guarded(read)
+
+
 def _array(loaded: Any) -> npt.NDArray[Any]:
     if not isinstance(loaded, np.ndarray):
         raise ValueError("it holds something else than arrays")

@@ -63,6 +63,24 @@ class ModelIdentity:
         """The digest of the weights; empty if it is unknown."""
         return self._digest()
 
+    def differs(self, model: str, weights: str) -> str:
+        """What shows that a file was made for another model; empty if nothing does.
+
+        The digests of the weights decide; if one of them is unknown, the names do.
+
+        Args:
+            model: the name of its model; empty if it names none.
+            weights: the digest of its model's weights, likewise.
+
+        Returns:
+            `weights` or `model`.
+
+        """
+        here = self.weights if weights else ""
+        if here:
+            return "" if weights == here else "weights"
+        return "" if not model or self.is_named(model) else "model"
+
     def is_named(self, name: str) -> bool:
         """Whether a name, or the last part of a path, is one of the model's names."""
         return name in self._aliases or Path(name).name in self._aliases

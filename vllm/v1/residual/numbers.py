@@ -24,6 +24,15 @@ def is_integer(value: Any, least: int | None = None, stop: int | None = None) ->
     return (least is None or least <= number) and (stop is None or number < stop)
 
 
+def layer_index(value: Any) -> int | None:
+    """A layer as an integer or as its text; None if the value is neither."""
+    # Python refuses to convert very long digit strings.
+    is_text = isinstance(value, str) and value.isascii() and len(value) < 10
+    if is_text and value.isdigit():
+        return int(value)
+    return int(value) if is_integer(value) else None
+
+
 def is_finite(value: Any) -> bool:
     """Whether a value is a real number that is finite as a float."""
     if not is_integer(value) and not isinstance(value, (float, np.floating)):

@@ -151,15 +151,6 @@ def _pair(pair: Any, at: str, fail: Fail) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
-def layer_index(value: Any) -> int | None:
-    """A layer as an integer or as its text; None if the value is neither."""
-    # Python refuses to convert very long digit strings.
-    is_text = isinstance(value, str) and value.isascii() and len(value) < 10
-    if is_text and value.isdigit():
-        return int(value)
-    return int(value) if is_integer(value) else None
-
-
 def parse_layers(
     raw: Any, having: Sequence[int], num_layers: int, at: str, fail: Fail
 ) -> list[int]:

@@ -52,7 +52,7 @@ def test_capture_admits_last_because_it_reserves() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("capture", {"inline": {"hooks": {"pre_attn": [0]}}}, "--capture-consumers"),
+        ("capture", {"inline": {"hooks": {}}}, "--capture-consumers"),
         ("readouts", {"n": {"kind": "norm", "layers": [0]}}, "--enable-readouts"),
         ("steering_vectors", {"pre_attn": {0: [1.0]}}, "--enable-steering"),
     ],

@@ -14,8 +14,8 @@ from vllm.v1.readouts.modules import check_place
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.engine_call import call_engine, call_engines
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
+from vllm.v1.residual.numbers import layer_index
 from vllm.v1.residual.plain_data import MAX_NAME, is_name
-from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import HOOK_NAMES, Tap, resolve_tap
 
 if TYPE_CHECKING:

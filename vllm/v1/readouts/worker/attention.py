@@ -6,7 +6,7 @@ keys of a layer of an 8B model are 2 KiB for each token of the context, where 8 
 and positions a head come back here.
 
 Legend: l layers, h heads, r rows (query tokens), c keys of the request. The rows of a
-job are as in `kinds.py`; rows of `q` that are wider than the stream take several.
+job are as in `operations.py`; rows of `q` that are wider than the stream take several.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

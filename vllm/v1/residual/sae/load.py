@@ -8,6 +8,7 @@ from typing import TypeAlias
 from urllib.parse import parse_qsl
 
 from vllm.v1.residual.file_facts import split_facts
+from vllm.v1.residual.numbers import layer_index
 from vllm.v1.residual.sae.dictionary_learning import read_dictionary_learning
 from vllm.v1.residual.sae.files import bad_file, fail
 from vllm.v1.residual.sae.fold import RawSAE, folded
@@ -18,7 +19,6 @@ from vllm.v1.residual.sae.qwen_scope import is_qwen_scope, read_qwen_scope
 from vllm.v1.residual.sae.record import SparseAutoencoder
 from vllm.v1.residual.sae.saelens import read_saelens_sae
 from vllm.v1.residual.sae.sparsify import read_sparsify
-from vllm.v1.residual.selectors import layer_index
 from vllm.v1.residual.tap import Tap, resolve_tap
 
 Read: TypeAlias = Callable[[Path], RawSAE]

@@ -10,7 +10,8 @@ import torch
 from msgspec import structs
 
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.selectors import as_list, layer_index, parse_layers
+from vllm.v1.residual.numbers import layer_index
+from vllm.v1.residual.selectors import as_list, parse_layers
 from vllm.v1.residual.tap import (
     HOOK_NAMES,
     INNER_POINTS,

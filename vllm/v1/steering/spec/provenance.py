@@ -186,12 +186,7 @@ class Provenance:
                     name if source.is_file else f"metadata.{name}",
                     made,
                 )
-        weights = identity.weights if self.weights else ""
-        if self.weights and weights:
-            entry, is_same = "weights", self.weights == weights
-        else:
-            entry, is_same = "model", not self.model or identity.is_named(self.model)
-        if not is_same:
+        if entry := identity.differs(self.model, self.weights):
             raise fail(
                 f"{source.about(entry)[0]} was made with the model {self.model!r}, "
                 f"this is {identity.title!r}"

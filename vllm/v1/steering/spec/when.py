@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vllm.v1.residual.bounds import shown
-from vllm.v1.residual.numbers import is_integer
-from vllm.v1.residual.selectors import layer_index
+from vllm.v1.residual.numbers import is_integer, layer_index
 from vllm.v1.residual.tap import Tap, resolve_tap, why_not, width_at
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm.v1.residual import array_files
 from vllm.v1.residual.bounds import listed, shown
 from vllm.v1.residual.plain_data import unique_object
 from vllm.v1.residual.tap import Tap
@@ -43,12 +44,9 @@ def is_ours(file: Path) -> bool:
         SteeringValidationError: the file is not a safetensors file.
 
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(file, framework="pt") as opened:
-            return (opened.metadata() or {}).get("format") == FORMAT
-    except (SafetensorError, OSError) as error:
+        return array_files.read_metadata(file).get("format") == FORMAT
+    except ValueError as error:
         raise fail(
             f"path: {file.name!r} is not a safetensors file: {error}",
             "path",
@@ -73,12 +71,8 @@ def read_json(file: Path) -> ModuleFile:
 
 def read_safetensors(file: Path, reading: Reading) -> ModuleFile:
     """Read the vectors that are asked for from a safetensors file in our form."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:  # `is_ours` has checked the file.
-        metadata = opened.metadata() or {}
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    said = Provenance.parse(metadata, Source(str(file)))
+    tensors = array_files.read_safetensors(file)
+    said = Provenance.parse(array_files.read_metadata(file), Source(str(file)))
     norms = {name: _norm(tensor) for name, tensor in tensors.items()}
     said.check_norms(norms, Source(str(file)))
     places = {name: _place(name, file) for name in tensors}
