@@ -40,7 +40,6 @@ from vllm.v1.steering.worker.programs import Programs
 from vllm.v1.steering.worker.requests import RequestTokens, tokens_of
 from vllm.v1.steering.worker.stages import StageGates
 from vllm.v1.steering.worker.tables import (
-    NOWHERE,
     Rows,
     SteeringTables,
     TokenRows,
@@ -110,8 +109,6 @@ class WorkerSteering:
         self._stages = StageGates(device, self.tables.fired, self.doses)
         """What is exchanged with other pipeline stages."""
         self._launches: frozenset[int] = frozenset()
-        self._last_ops: tuple[frozenset[Tap], frozenset[int]] = NOWHERE, frozenset()
-        """The ops of the taps that were last looked up."""
         self._decides = False
         """Whether the planned step decides conditions."""
         self._decoding: Decoding | None = None
@@ -251,7 +248,7 @@ class WorkerSteering:
             rows = token_rows(pairs, lengths, view)
             if filled:
                 self._vectors_of.plan(rows)
-                self._launches = self._ops_at(filled)
+                self._launches = frozenset(map(self.addresses.__getitem__, filled))
             if phases:
                 lasts = self._plan_phases(phases, view, pairs, lengths, rows)
         if lasts and view.only_decodes:
@@ -287,11 +284,6 @@ class WorkerSteering:
         self._decides = any(phase.decides for phase in phases.values())
         again = self._held.is_used or self.doses.is_used
         return not again and not any(map(self._acts_later, requests))
-
-    def _ops_at(self, taps: frozenset[Tap]) -> frozenset[int]:
-        if self._last_ops[0] != taps:
-            self._last_ops = taps, frozenset(self.addresses[tap] for tap in taps)
-        return self._last_ops[1]
 
     def plan_nothing(self) -> frozenset[int]:
         """Plan a step without steering, the usual case, at the least cost."""
