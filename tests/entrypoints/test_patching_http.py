@@ -331,7 +331,6 @@ def test_an_interrupted_client_ends_the_cells(server: Server, client: Client) ->
             {**TWICE, "positions": [{"span": "dog", "occurrence": 2}]},
             "positions[0].occurrence",
         ),
-        ({"positions": [0] * 90_000}, "layers"),
         ({"heads": "all"}, "heads"),
         ({"hooks": ["z"], "heads": [64]}, "heads"),
         ({"foil_token_id": None, "foil_token": "two words"}, "foil"),

@@ -40,17 +40,6 @@ def test_tiers_and_the_engines_vectors_add_up(steered: Any) -> None:
     assert compared(after, reference, {})[0] < 1e-4
 
 
-def test_more_configurations_than_slots_wait_and_come_out_right(steered: Any) -> None:
-    llm, reference = steered
-    vectors = [vector(seed) for seed in range(13)]
-    sampling = [params(5, steering_vectors={"pre_attn": {0: v}}) for v in vectors]
-    outputs = generate(llm, [PROMPT] * 13, sampling)
-    for output, added in zip(outputs, vectors, strict=True):
-        change = _models.add_by_phase(len(PROMPT), added, added)
-        assert compared(output, reference, {(0, "pre_attn"): change})[0] < 1e-4
-    assert llm.get_steering()["configs_in_use"] == 0
-
-
 def test_an_engine_that_has_slept_steers_as_before(steered: Any) -> None:
     # CPU memory is kept; `tests/gpu/test_sleep.py` covers GPUs.
     llm, _ = steered

@@ -77,14 +77,6 @@ def test_a_tap_without_vectors_changes_nothing(one: dict) -> None:
     assert residual is one["residual"]
 
 
-def test_a_tap_that_does_not_launch_writes_nothing() -> None:
-    staging = torch.zeros(2, WIDTH)
-    slots = torch.zeros(1, dtype=torch.int32)
-    launching(torch.zeros(1, dtype=torch.int32))
-    torch.ops.vllm.capture_rows(torch.ones(1, WIDTH), None, slots, ZERO, staging, WHOLE)
-    assert (staging == 0).all()
-
-
 def test_the_op_has_a_fake_for_compilation() -> None:
     slots = torch.tensor([0, -1], dtype=torch.int32)
     torch.library.opcheck(
@@ -99,15 +91,6 @@ def test_the_op_has_a_fake_for_compilation() -> None:
         ),
         test_utils=("test_schema", "test_faketensor"),
     )
-
-
-def test_a_captured_row_is_the_rounded_sum_of_the_pair() -> None:
-    hidden = torch.full((1, WIDTH), 256.0, dtype=torch.bfloat16)
-    residual = torch.full((1, WIDTH), 1.0, dtype=torch.bfloat16)
-    staging = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
-    slots = launching(torch.zeros(1, dtype=torch.int32))
-    torch.ops.vllm.capture_rows(hidden, residual, slots, ZERO, staging, WHOLE)
-    assert torch.equal(staging, hidden + residual)
 
 
 def test_an_op_that_is_given_a_copy_of_what_it_is_known_by_says_so() -> None:

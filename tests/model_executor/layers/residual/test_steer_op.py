@@ -61,14 +61,6 @@ def test_each_token_gets_the_vector_of_its_row(
     assert torch.equal(target.view(-1, WIDTH), expected)
 
 
-def test_a_table_that_does_not_launch_adds_nothing() -> None:
-    Launch.taps = frozenset({1})
-    target = torch.ones(2, WIDTH)
-    rows = torch.ones(2, dtype=torch.int32)
-    torch.ops.vllm.steer_rows(target, torch.ones(3, WIDTH), rows, None)
-    assert (target == 1).all()
-
-
 @pytest.fixture
 def recorded(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the following code as the recording of a whole pass."""

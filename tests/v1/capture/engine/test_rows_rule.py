@@ -43,14 +43,6 @@ def test_one_generated_token_has_no_row_of_its_own(engine: CapturedEngine) -> No
     engine.check(output, [])
 
 
-def test_requests_in_one_batch_do_not_mix(engine: CapturedEngine) -> None:
-    lengths = [3, 40, 11, 70, 1, 25, 9, 33, 2, 18]  # More requests than run at a time.
-    prompts = [prompt(length, seed=length) for length in lengths]
-    params = [asking("all", max_tokens=2 + i) for i in range(len(lengths))]
-    for output in engine.run(prompts, params):
-        engine.check(output)
-
-
 def test_requests_with_and_without_capture_share_steps(engine: CapturedEngine) -> None:
     plain = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     prompts = [prompt(20 + i, seed=50 + i) for i in range(6)]
@@ -111,20 +103,3 @@ def test_a_stop_string_ends_the_rows(engine: CapturedEngine) -> None:
         [prompt(12, seed=7)], asking("last_generated", max_tokens=10, stop=[stop])
     )
     engine.check(output, [12 + len(output.outputs[0].token_ids) - 2])
-
-
-def test_every_sample_of_a_request_has_its_own_rows(engine: CapturedEngine) -> None:
-    params = asking("all", max_tokens=6, n=3, temperature=1.0)
-    (output,) = engine.run([prompt(10, seed=8)], params)
-    assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
-    for sample in range(3):
-        engine.check(output, sample=sample)
-    result = output.capture_results["keeper"]  # type: ignore[attr-defined]
-    assert (result.status, sorted(result.payload)) == ("ok", [0, 1, 2])
-
-
-def test_samples_in_chunks_and_with_the_prefix_cache(engine: CapturedEngine) -> None:
-    params = asking("all_generated", max_tokens=5, n=2, temperature=1.0)
-    (output,) = engine.run([prompt(70, seed=9)], params)
-    for sample in range(2):
-        engine.check(output, range(70, 74), sample)
