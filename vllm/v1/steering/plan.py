@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from vllm.v1.residual.spans import Spans, absolute, last_of, selected
+from vllm.v1.residual.spans import Spans, selected
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.conditions import Condition
 from vllm.v1.steering.features import FeatureUse
@@ -118,17 +118,6 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     def vector(self) -> npt.NDArray[np.float32]:
         """The vector `[hidden_size]`, or all rows flat; a float32 view of `data`."""
         return np.frombuffer(self.data, dtype=np.float32)
-
-    def last(self, num_prompt: int) -> int:
-        """The last position on which the operation acts; it must have positions."""
-        assert self.positions is not None, "without positions none is the last"
-        return last_of(self.positions, num_prompt)
-
-    def ranges(self, num_prompt: int, start: int, stop: int) -> list[range]:
-        """The positions in `[start, stop)` on which it acts; ranges may overlap."""
-        if self.positions is None:
-            return [range(start, stop)]
-        return list(absolute(self.positions, num_prompt, start, stop))
 
     def selected(self, num_prompt: int, start: int, stop: int) -> list[int]:
         """The positions in `[start, stop)` on which it acts, ascending."""

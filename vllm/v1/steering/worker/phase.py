@@ -10,7 +10,7 @@ positions make further programs, for the tokens on which they act.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from vllm.model_executor.layers.residual.program import (
     Program,
 )
 from vllm.v1.residual.receipts import Effect
-from vllm.v1.residual.spans import Spans
+from vllm.v1.residual.spans import Spans, absolute, last_of
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import Operation, Vector, place_of
 from vllm.v1.steering.worker.bank import Bank, Kept, Vectors, draft_sum
@@ -67,13 +67,6 @@ def _carried_from(one: Operation) -> frozenset[Tap]:
 
 def _is_latched(gate: Gate | None) -> bool:
     return gate is not None and gate.condition.scope == "rest"
-
-
-class Together(NamedTuple):
-    """Operations of a phase that act at the same positions, by number."""
-
-    first: Operation
-    numbers: tuple[int, ...]
 
 
 class Phase:
@@ -151,8 +144,8 @@ class Phase:
         self.doses = torch.empty(0, 0)
         """The doses, float32 `[tokens, >= len(effects)]`, if anything is measured."""
         self._measure(memory, every, deciding, list(added))
-        self.positioned = _together(self.operations)
-        """Operations with positions, grouped by equal ones."""
+        self.positioned = _by_positions(self.operations)
+        """By positions, the numbers of the operations that act there only."""
         self.by_row = frozenset(n for n in self._acting if self.operations[n].num_rows)
         """The numbers of operations with one row per position."""
         self.deciding = self._decided(self._deciding, fired)
@@ -300,7 +293,7 @@ class Phase:
 
     def last_position(self, prompt_length: int) -> int:
         """The last position on which an operation with positions acts."""
-        return max(one.first.last(prompt_length) for one in self.positioned)
+        return max(last_of(spans, prompt_length) for spans in self.positioned)
 
     def _placed(self, taps: Collection[Tap], active: frozenset[int]) -> Programs:
         programs: dict[Tap, Program] = {
@@ -389,15 +382,12 @@ class Phase:
         return replace(made, gate=column_of(gate), flags=made.flags | latch)
 
 
-def _together(operations: Sequence[Operation]) -> list[Together]:
-    by_positions: dict[Spans, list[int]] = {}
+def _by_positions(operations: Sequence[Operation]) -> dict[Spans, frozenset[int]]:
+    found: dict[Spans, list[int]] = {}
     for number, one in enumerate(operations):
         if one.positions is not None:
-            by_positions.setdefault(one.positions, []).append(number)
-    return [
-        Together(operations[numbers[0]], tuple(numbers))
-        for numbers in by_positions.values()
-    ]
+            found.setdefault(one.positions, []).append(number)
+    return {spans: frozenset(numbers) for spans, numbers in found.items()}
 
 
 NO_PHASE = Phase((), {}, (), 0, torch.device("cpu"))
@@ -414,24 +404,18 @@ def special_rows(
 
     """
     acts = np.zeros((stop - start, len(phase.positioned)), dtype=bool)
-    for column, one in enumerate(phase.positioned):
-        for places in one.first.ranges(prompt_length, start, stop):
+    for column, spans in enumerate(phase.positioned):
+        for places in absolute(spans, prompt_length, start, stop):
             acts[places.start - start : places.stop - start, column] = True
     found = np.full(stop - start, -1, dtype=np.intp)
     anywhere = np.flatnonzero(acts.any(axis=1))
     if not len(anywhere):
         return [], found
-    if len(phase.positioned) == 1:  # As in each cell of a patching sweep.
+    numbers = list(phase.positioned.values())
+    if len(numbers) == 1:  # As in each cell of a patching sweep.
         found[anywhere] = 0
-        return [frozenset(phase.positioned[0].numbers)], found
+        return numbers, found
     distinct, which = np.unique(acts[anywhere], axis=0, return_inverse=True)
     found[anywhere] = which.reshape(-1)
-    sets = [
-        frozenset(
-            chain.from_iterable(
-                phase.positioned[column].numbers for column in np.flatnonzero(row)
-            )
-        )
-        for row in distinct
-    ]
-    return sets, found
+    some = ([numbers[column] for column in np.flatnonzero(row)] for row in distinct)
+    return [frozenset(chain.from_iterable(one)) for one in some], found
