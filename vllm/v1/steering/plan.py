@@ -168,13 +168,6 @@ def on_prompt(one: Operation) -> Operation:
     return structs.replace(one, details=details, content=content)
 
 
-def packed_arrays(
-    arrays: Mapping[str, npt.NDArray[np.float32]],
-) -> tuple[tuple[str, bytes], ...]:
-    """Arrays as named float32 bytes, in the form of `Details.arrays`."""
-    return tuple((name, one.astype("<f4").tobytes()) for name, one in arrays.items())
-
-
 def place_of(one: Operation) -> int:
     """The operation's rank in the order in which one hook point applies kinds."""
     return OP_NAMES.index(one.op)

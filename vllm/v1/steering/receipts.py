@@ -12,11 +12,9 @@ import numpy as np
 
 from vllm.v1.residual.choices import by_choice
 from vllm.v1.residual.receipts import Doses, Effect, ReceiptPart, StepReceipt
-from vllm.v1.steering.conditions import Condition
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
-    from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
 
@@ -26,24 +24,6 @@ FIRES_ABOVE = 0.5
 """The gate above which a condition has fired: that of a value at the threshold."""
 
 LARGEST = np.finfo(np.float32).max
-
-
-def effect_of(condition: Condition, column: int) -> Effect:
-    """The effect that stands for a condition's decisions.
-
-    Args:
-        condition: the condition.
-        column: its gate column, equal in both phases of a configuration.
-
-    """
-    return Effect(
-        condition.layer,
-        condition.hook,
-        WHEN,
-        str(column),
-        condition.name,
-        condition.scope,
-    )
 
 
 class Total:
@@ -179,12 +159,6 @@ def note_receipt(
 def take_receipt(request: "Request") -> list[ReceiptPart] | None:
     """Remove and return the doses that no output has carried yet."""
     return vars(request).pop(_PARTS, None) or None
-
-
-def receipt_for(params: "SamplingParams", num_prompt: int) -> Receipt | None:
-    """The object that sums up a request's doses; None if it requested no receipt."""
-    tiers = params._steering
-    return Receipt(num_prompt) if tiers is not None and tiers.receipt else None
 
 
 def response_receipts(

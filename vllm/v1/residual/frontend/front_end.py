@@ -37,7 +37,7 @@ from vllm.v1.steering.frontend.frontend import (
     SteeringControl,
 )
 from vllm.v1.steering.frontend.name_sync import FollowedNames
-from vllm.v1.steering.receipts import Receipt, receipt_for
+from vllm.v1.steering.receipts import Receipt
 from vllm.v1.steering.spec.arrays import as_array
 
 if TYPE_CHECKING:
@@ -117,10 +117,11 @@ def results_of(params: "SamplingParams | None", num_prompt: int) -> NoResults:
     if params is None:
         return NO_RESULTS
     hooks_key = None if params._hooks is None else params._hooks.key
-    receipt = receipt_for(params, num_prompt)
+    steering = params._steering
+    told = steering is not None and steering.receipt
+    receipt = Receipt(num_prompt) if told else None
     if params._capture_plan is None and receipt is None and hooks_key is None:
         return NO_RESULTS
-    steering = params._steering
     changed = frozenset() if steering is None else steering.taps
     return Results(collector_for(params, changed), receipt, hooks_key)
 

@@ -21,7 +21,6 @@ from vllm.v1.steering.plan import (
     OpName,
     Vector,
     operation,
-    packed_arrays,
 )
 from vllm.v1.steering.spec.arrays import (
     Array,
@@ -313,7 +312,7 @@ def parse_entry(
     if op == "feature":
         feature = parse_feature(values, tap, model, at)
     main = next((values[n] for n in MAIN if values.get(n) is not None), NO_VECTOR)
-    others = {name: values[name] for name in OTHERS if values.get(name) is not None}
+    others = ((name, values[name]) for name in OTHERS if values.get(name) is not None)
     norm_match = values.get("norm_match", False)
     directed = norm_match or op in ("project_out", "clamp", "swap")
     if directed and not main.any(axis=-1).all():
@@ -337,7 +336,7 @@ def parse_entry(
         values.get("alpha", 1.0),
         values.get("degrees", 0.0),
         values.get("activation", "identity"),
-        packed_arrays(others),
+        tuple((name, one.astype("<f4").tobytes()) for name, one in others),
         None if when is None else parse_when(when, tap, model, f"{at}.when"),
         feature,
     )

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.residual.program import NO_GATE
 from vllm.v1.residual.receipts import Effect
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import Operation
-from vllm.v1.steering.receipts import effect_of
+from vllm.v1.steering.receipts import WHEN
 from vllm.v1.steering.worker.gates import Gate
 from vllm.v1.steering.worker.stages import Reader
 
@@ -57,7 +57,11 @@ def measured_effects(
 
     """
     found = [
-        *(effect_of(gate.condition, gate.column) for gate in gates),
+        # A gate has the same column in both phases of a configuration.
+        *(
+            Effect(one.layer, one.hook, WHEN, str(column), one.name, one.scope)
+            for one, column in gates
+        ),
         *(Effect(*tap, "add", "") for tap in added),
     ]
     seen: dict[Effect, int] = defaultdict(int)

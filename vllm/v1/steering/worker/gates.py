@@ -13,7 +13,6 @@ import torch
 
 from vllm.model_executor.layers.residual.program import (
     GATES,
-    NO_GATE,
     Flag,
     Instruction,
     Kind,
@@ -74,11 +73,6 @@ def gated(
         (one, None if one.details.when is None else gates[one.details.when])
         for one in operations_of(*parts)
     ]
-
-
-def column_of(gate: Gate | None) -> int:
-    """The gate column that an instruction reads."""
-    return NO_GATE if gate is None else gate.column
 
 
 def probe_of(

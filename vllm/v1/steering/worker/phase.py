@@ -36,7 +36,6 @@ from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import (
     Deciding,
     Gate,
-    column_of,
     in_columns,
     probe_of,
 )
@@ -379,7 +378,7 @@ class Phase:
         if gate is None:
             return made
         latch = Flag.LATCH if gate.condition.in_prompt else Flag.NONE
-        return replace(made, gate=column_of(gate), flags=made.flags | latch)
+        return replace(made, gate=gate.column, flags=made.flags | latch)
 
 
 def _by_positions(operations: Sequence[Operation]) -> dict[Spans, frozenset[int]]:

@@ -84,7 +84,9 @@ def read_safetensors(file: Path, reading: Reading) -> ModuleFile:
     for name in kept:
         field, (layer, hook) = places[name]
         by_layer = vectors.setdefault(field, {}).setdefault(hook, {})
-        by_layer[str(layer)] = scaled_entry(tensors[name], reading)
+        vector, scale = tensors[name], reading.scale
+        entry = vector if scale is None else {"vector": vector, "scale": scale}
+        by_layer[str(layer)] = entry
     norms = {name: norm for name, norm in said.norms.items() if name in kept}
     return ModuleFile(vectors, replace(said, norms=norms))
 
@@ -107,13 +109,6 @@ def selected_keys(tensors: Mapping[str, Any], key: str | None, file: Path) -> li
             key,
         )
     return [key]
-
-
-def scaled_entry(vector: Any, reading: Reading) -> Any:
-    """A vector as a request has it, with the factor that is asked for."""
-    return (
-        vector if reading.scale is None else {"vector": vector, "scale": reading.scale}
-    )
 
 
 def _norm(vector: torch.Tensor) -> float:

@@ -85,14 +85,13 @@ def read_feature(path: Path, reading: Reading) -> VectorSet:
 SVEC_HOOK = "pre_attn"
 
 
-def read_svec(path: str | Path) -> VectorSet:
+def read_svec(file: Path) -> VectorSet:
     """Read the vectors of a `.svec` file.
 
     Raises:
         SteeringValidationError: the file is missing or invalid.
 
     """
-    file = Path(path)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         directions = found["directions"]
@@ -103,10 +102,10 @@ def read_svec(path: str | Path) -> VectorSet:
             f"path: {file.name!r} is not an .svec file, a JSON object with the "
             f"directions of blocks: {type(error).__name__}: {error}",
             "path",
-            str(path),
+            str(file),
         ) from None
     said = Provenance(model_type=model_type, origin=f"{file.name}, activation-steering")
-    return vector_set(vectors, said, str(path))
+    return vector_set(vectors, said, str(file))
 
 
 OURS = (".safetensors", ".json")
@@ -120,42 +119,26 @@ class Form(NamedTuple):
     """Its name in messages."""
     takes: tuple[str, ...]
     """The facts that its reader applies, besides `scale`."""
-    read: Callable[[Path, Reading], ModuleFile]
+    read: Callable[[Path, Reading], ModuleFile | VectorSet]
+    """Vectors are selected and scaled by the caller."""
 
 
-def _from_json(file: Path, reading: Reading) -> ModuleFile:
+def _from_json(file: Path, reading: Reading) -> ModuleFile | VectorSet:
     module = read_json(file)
     if not reading.given:
         return module
-    found = additions_of(module, file).selected(reading, file.name)
+    found = additions_of(module, file)
     # Recorded norms are those of single entries, and have been checked.
-    return _module(
-        replace(found, provenance=replace(found.provenance, norms={})), reading
-    )
+    return replace(found, provenance=replace(found.provenance, norms={}))
 
 
-def _from_gguf(file: Path, reading: Reading) -> ModuleFile:
-    found = read_gguf(file, reading.gguf_layers or "applied", reading.key)
-    return _module(found.selected(reading, file.name), reading)
+def _from_gguf(file: Path, reading: Reading) -> VectorSet:
+    return read_gguf(file, reading.gguf_layers or "applied", reading.key)
 
 
-def _from_svec(file: Path, reading: Reading) -> ModuleFile:
-    return _module(read_svec(file).selected(reading, file.name), reading)
-
-
-def _from_dictionary(file: Path, reading: Reading) -> ModuleFile:
+def _from_dictionary(file: Path, reading: Reading) -> VectorSet:
     place = reading.hook, reading.layer
-    found = read_dictionary(file, reading.numbers, *place, reading.key)
-    return _module(found, reading)
-
-
-def _from_sae(file: Path, reading: Reading) -> ModuleFile:
-    return _module(read_feature(file, reading), reading)
-
-
-def _module(found: VectorSet, reading: Reading) -> ModuleFile:
-    scale = 1.0 if reading.scale is None else reading.scale
-    return ModuleFile({"vectors": found.spec(scale)}, found.provenance)
+    return read_dictionary(file, reading.numbers, *place, reading.key)
 
 
 PLACE = ("hook", "layer")
@@ -164,8 +147,8 @@ FORMS = {
     "safetensors": Form("a file in our form", (*PLACE, "key"), read_safetensors),
     "json": Form("a file in our JSON form", PLACE, _from_json),
     "gguf": Form("a GGUF control vector", (*PLACE, "key", "gguf_layers"), _from_gguf),
-    "svec": Form("an .svec file", PLACE, _from_svec),
-    "sae": Form("an SAE", (*PLACE, "feature"), _from_sae),
+    "svec": Form("an .svec file", PLACE, lambda file, _: read_svec(file)),
+    "sae": Form("an SAE", (*PLACE, "feature"), read_feature),
     "dictionary": Form(
         "a dictionary of tensors", (*PLACE, "key", "numbers"), _from_dictionary
     ),
@@ -232,7 +215,12 @@ def _read(path: str | Path, reading: Reading | None) -> ModuleFile:
                 fact,
                 value,
             )
-    return form.read(file, reading)
+    found = form.read(file, reading)
+    if isinstance(found, ModuleFile):
+        return found
+    scale = 1.0 if reading.scale is None else reading.scale
+    vectors = found.selected(reading, file.name).spec(scale)
+    return ModuleFile({"vectors": vectors}, found.provenance)
 
 
 def read_vectors(path: str | Path, reading: Reading | None = None) -> VectorSet:
