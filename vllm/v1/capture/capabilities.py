@@ -198,18 +198,13 @@ def group_method(consumer: Any) -> OnGroup | None:
 
     A class that inherits it and has an `on_capture` of its own does not use it.
     """
-    if "on_group" not in _first_class_with(consumer, "on_group", "on_capture"):
-        return None
-    method: OnGroup = consumer.on_group
-    return method
-
-
-def _first_class_with(consumer: Any, *names: str) -> Mapping[str, Any]:
-    """What the first of its classes has that defines one of `names` itself."""
     for kind in type(consumer).__mro__:
-        if not vars(kind).keys().isdisjoint(names):
-            return vars(kind)
-    return {}
+        if "on_group" in vars(kind):
+            method: OnGroup = consumer.on_group
+            return method
+        if "on_capture" in vars(kind):
+            break
+    return None
 
 
 def runs_in_steps(thing: Any) -> bool:

@@ -279,18 +279,14 @@ class CapturedRequest:
         These follow in the same memory. A consumer in another process that got them
         apart would have to copy all of them to join them.
         """
-        if self._may_void(rows) or reader.instance in self._keeping:
+        # The front end detects stop strings and aborts after rows were computed: the
+        # request may still end before those of generated tokens.
+        may_void = rows.stop > self._plan.num_prompt_tokens
+        if may_void or reader.instance in self._keeping:
             return True
         has_room = rows.first + rows.num_rows < rows.memory.shape[1]
         follows = rows.stop < self._plan.num_prompt_tokens
         return has_room and follows and contains(reader.ranges, rows.stop)
-
-    def _may_void(self, rows: Rows) -> bool:
-        """Whether the request may still end before these rows.
-
-        The front end detects stop strings and aborts after the rows were computed.
-        """
-        return rows.stop > self._plan.num_prompt_tokens
 
     def _make_chunk(self, number: int, reader: Reader, parts: list[Rows]) -> GroupChunk:
         """All rows of `parts`, which are of one group."""

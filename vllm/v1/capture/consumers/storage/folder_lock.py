@@ -19,7 +19,7 @@ class FolderLock:
     """The lock on `FOLDER.lock`, which is acquired before `FOLDER` is created."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = _lock_of(folder)
+        self._path = folder.with_name(folder.name + SUFFIX)
         self._file: int | None = None
 
     def acquire(self) -> None:
@@ -61,10 +61,6 @@ def _remove_if_free(path: Path) -> None:
             os.unlink(path)
     finally:
         os.close(file)
-
-
-def _lock_of(folder: Path) -> Path:
-    return folder.with_name(folder.name + SUFFIX)
 
 
 def _try_lock(file: int) -> bool:
