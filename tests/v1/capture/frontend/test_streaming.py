@@ -119,14 +119,6 @@ def test_each_instance_gets_the_positions_that_it_reads() -> None:
     assert results["b"].payload[TAP][:, 0].tolist() == [1.0, 2.0]
 
 
-def test_samples_are_separate() -> None:
-    made = plan(samples=2)
-    request = LiveRequest(made, PROMPT, RequestOutputKind.DELTA, ["inline"])
-    request.put(1, [chunk(0, 5)])
-    payload = request.show(output([7], [8, 9]))["inline"].payload
-    assert payload[0] == {} and payload[1].token_ids[TAP] == [*PROMPT, 8]
-
-
 def test_a_prompt_of_embeddings_has_no_token_ids() -> None:
     request = LiveRequest(plan(), None, RequestOutputKind.DELTA, ["inline"])
     request.put(0, [chunk(0, 5)])

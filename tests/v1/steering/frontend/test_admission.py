@@ -153,19 +153,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({BASE: at({"vector": ONE, "scale": True})}, "finite number", f"{AT}.scale"),
     (
-        {BASE: at({"vector": ONE, "op": "clamp", "max": BIG})},
-        "finite number",
-        f"{AT}.max",
-    ),
-    (
         {BASE: at({"vector": ONE, "op": "clamp", "min": -1e39})},
         "finite number",
         f"{AT}.min",
-    ),
-    (
-        {BASE: at({"vector": ONE, "op": "project_out", "scale": 1e39})},
-        "finite number",
-        f"{AT}.scale",
     ),
     ({BASE: at({"vector": ONE, "op": "spin"})}, "not one of", f"{AT}.op"),
     ({BASE: edited([BIG])}, "an integer", f"{AT}.positions"),
