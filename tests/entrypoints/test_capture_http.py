@@ -61,34 +61,6 @@ def test_a_completion_carries_its_results(
     assert sidecar["model"] == "tiny"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_last_chunk_of_a_stream_carries_the_results(
-    capture_server: Server, capture_root: Path, path: str
-) -> None:
-    name = "stream-" + path.rsplit("/", 2)[1]
-    request = chat(name) if "chat" in path else completion(name)
-    chunks = list(capture_server.stream(path, request))
-    carrying = [i for i, chunk in enumerate(chunks) if chunk.get("capture_results")]
-    assert carrying == [len(chunks) - 1]
-    assert chunks[-1]["capture_results"]["filesystem"]["status"] == "ok"
-    assert len(read_request(capture_root, "http", name)) == 3
-
-
-def test_a_chat_carries_its_results(capture_server: Server, capture_root: Path) -> None:
-    status, reply = capture_server.post("/v1/chat/completions", chat("chat"))
-    assert status == 200, reply
-    assert reply["capture_results"]["filesystem"]["status"] == "ok"
-    rows = read_request(capture_root, "http", "chat")
-    assert all(found.shape == (1, 64) for found in rows.values())
-
-
-def test_without_waiting_results_may_be_pending(capture_server: Server) -> None:
-    request = completion("nowait", capture_wait=False)
-    status, reply = capture_server.post("/v1/completions", request)
-    assert status == 200
-    assert reply["capture_results"]["filesystem"]["status"] in ("pending", "ok")
-
-
 def test_several_prompts_have_results_by_prompt(capture_server: Server) -> None:
     request = completion("", prompt=[PROMPT, PROMPT[:3]])
     request["capture"]["filesystem"].pop("request_id")
@@ -109,15 +81,6 @@ def test_several_prompts_cannot_share_a_request_id(capture_server: Server) -> No
     assert "capture.filesystem.request_id: 2 prompts" in reply["error"]["message"]
     one = completion("alone", prompt=[PROMPT])
     assert capture_server.post("/v1/completions", one).status == 200
-
-
-def test_every_choice_has_results(capture_server: Server, capture_root: Path) -> None:
-    request = completion("choices", n=2, temperature=1.0)
-    status, reply = capture_server.post("/v1/completions", request)
-    assert status == 200, reply
-    assert reply["capture_results"]["filesystem"]["status"] == "ok"
-    for sample in range(2):
-        assert len(read_request(capture_root, "http", f"choices-{sample}")) == 3
 
 
 def tokens(name: str, **more: Any) -> dict[str, Any]:
