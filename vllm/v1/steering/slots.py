@@ -140,22 +140,13 @@ class Slots:
             self._used -= self._sizes[slot]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotUse:
-    """The slot of a request that starts, or resumes after preemption."""
-
-    slot: int
-    """The slot whose rows steer the request's tokens."""
-    num_prompt_tokens: int
-
-
 @dataclass(slots=True)
 class SteeringStep:
     """The scheduler's decisions for a step, which all ranks apply alike."""
 
     loads: list[tuple[int, SteeringTiers]] = field(default_factory=list)
     """Slots that load another configuration before the step runs."""
-    uses: dict[str, SlotUse] = field(default_factory=dict)
-    """The slots of newly scheduled steered requests, by request id."""
+    uses: dict[str, int] = field(default_factory=dict)
+    """The slots of steered requests that start, or resume after preemption, by id."""
     actions: list[Action] = field(default_factory=list)
     """What consumers have decided within earlier steps, with pipeline stages."""

@@ -21,7 +21,7 @@ from vllm.v1.steering.plan import (
     operation,
     pack,
 )
-from vllm.v1.steering.slots import SlotUse, SteeringStep
+from vllm.v1.steering.slots import SteeringStep
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.worker import WorkerSteering
 
@@ -75,7 +75,7 @@ def view(requests: Requests) -> StepView:
 def begun(steering: WorkerSteering, requests: Requests, one: SteeringTiers) -> None:
     """Create requests that share a configuration."""
     names = [(str(i), size) for i, (_, _, size) in enumerate(requests)]
-    uses = {name: SlotUse(0, size) for name, size in names}
+    uses = dict.fromkeys(dict(names), 0)
     steering.update([], names, SteeringStep([(0, one)], uses))
 
 

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.residual.capture_op import ALIGNMENT, Launch
 from vllm.model_executor.layers.residual.tap import ResidualTap
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.steering.plan import SteeringTiers, operation, pack
-from vllm.v1.steering.slots import SlotUse, SteeringStep
+from vllm.v1.steering.slots import SteeringStep
 from vllm.v1.steering.worker.tables import token_rows
 from vllm.v1.steering.worker.worker import WorkerSteering
 
@@ -90,7 +90,7 @@ def added(steering: WorkerSteering, tap: ResidualTap, step: StepView) -> list[fl
 
 def start(steering: WorkerSteering, name: str, slot: int, load: Any = None) -> None:
     loads = [] if load is None else [(slot, load)]
-    step = SteeringStep(loads, {name: SlotUse(slot, 3)})
+    step = SteeringStep(loads, {name: slot})
     steering.update([], [(name, 3)], step)
 
 

@@ -16,7 +16,7 @@ from vllm.v1.steering.core.prefix_cache import (
     forget,
 )
 from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, tiers_of, with_tiers
-from vllm.v1.steering.slots import Slots, SlotUse, SteeringStep
+from vllm.v1.steering.slots import Slots, SteeringStep
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -155,7 +155,7 @@ class SteeringScheduling:
         slot, is_new = self.slots.acquire(request.request_id, digest, size)
         if is_new:
             self._step.loads.append((slot, tiers))
-        self._step.uses[request.request_id] = SlotUse(slot, request.num_prompt_tokens)
+        self._step.uses[request.request_id] = slot
 
     def release(self, request: "Request") -> None:
         """Release the slot of a request that has finished or was aborted."""

@@ -200,13 +200,12 @@ class WorkerSteering:
         self._decoding = None
         for slot, tiers in step.loads:
             self._load(slot, tiers)
-        uses = {req_id: use.slot for req_id, use in step.uses.items()}
         failed = {
             req_id: self._unloaded[slot]
-            for req_id, slot in uses.items()
+            for req_id, slot in step.uses.items()
             if slot in self._unloaded
         }
-        self._slots.update({r: slot for r, slot in uses.items() if r not in failed})
+        self._slots |= {r: slot for r, slot in step.uses.items() if r not in failed}
         return failed
 
     def _load(self, slot: int, tiers: SteeringTiers) -> None:
