@@ -40,23 +40,28 @@ Wanted = dict[int, tuple[str, float, bool]]
 """Mode, value and `only_if_active`, by feature."""
 
 
-def changed(sae: SparseAutoencoder, wanted: Wanted, x: torch.Tensor) -> torch.Tensor:
-    """The change of the stream for the wanted activations, in float64."""
-    x = x.double()
+def change_of(sae: SparseAutoencoder, wanted: Wanted, x: torch.Tensor) -> torch.Tensor:
+    """What the wanted activations for rows `x` add, less the size of normed rows."""
     activations = encode(sae, x).double()
-    size = torch.ones(len(x), 1).double()
-    if sae.input_norm == "constant_norm_rescale":
-        size = x.norm(dim=-1, keepdim=True) / sae.d_in**0.5
-    elif sae.input_norm == "layer_norm":
-        size = x.std(dim=-1, keepdim=True)
-    change = torch.zeros_like(x)
+    change = torch.zeros(len(x), sae.w_dec.shape[1]).double()
     for feature, (mode, value, only) in wanted.items():
         a = activations[:, feature]
         new = {"set": torch.full_like(a, value), "add": a + value, "scale": a * value}
         amount = new[mode] - a
         amount = amount * (a != 0) if only else amount
-        change += size * amount[:, None] * sae.w_dec[feature].double()
-    return x + change
+        change += amount[:, None] * sae.w_dec[feature].double()
+    return change
+
+
+def changed(sae: SparseAutoencoder, wanted: Wanted, x: torch.Tensor) -> torch.Tensor:
+    """The changed stream, where the SAE reads and writes it, in float64."""
+    x = x.double()
+    size = torch.ones(len(x), 1).double()
+    if sae.input_norm == "constant_norm_rescale":
+        size = x.norm(dim=-1, keepdim=True) / sae.d_in**0.5
+    elif sae.input_norm == "layer_norm":
+        size = x.std(dim=-1, keepdim=True)
+    return x + size * change_of(sae, wanted, x)
 
 
 def entries(name: str, wanted: Wanted, tap: tuple[int, str] = TAP) -> dict[str, Any]:
@@ -143,14 +148,7 @@ def test_a_transcoder_reads_in_one_place_and_writes_in_another(
     for (wanted, gate), output in zip(cases, outputs, strict=True):
 
         def act(x: torch.Tensor, wanted: Any = wanted, gate: Any = gate) -> Any:
-            activations = encode(sae, reference.rows[reads].double()).double()
-            change = torch.zeros_like(x, dtype=torch.float64)
-            for feature, (mode, value, only) in wanted.items():
-                a = activations[:, feature]
-                new = {"set": torch.full_like(a, value), "add": a + value}
-                amount = new.get(mode, a * value) - a
-                amount = amount * (a != 0) if only else amount
-                change += amount[:, None] * sae.w_dec[feature].double()
+            change = change_of(sae, wanted, reference.rows[reads].double())
             if gate is not None:
                 change *= (reference.rows[decides] @ probe > 0)[:, None]
             return (x.double() + change).to(x.dtype)
