@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -81,10 +82,10 @@ def llm(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Any]
     folder = tmp_path_factory.mktemp("plugin")
     install(folder, "decider_plugin", SOURCE, decider="decider_plugin:Decider")
     options = ENGINES[request.param]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
-        patch.setenv("DECIDES", str(folder / "decides"))
+    with pytest.MonkeyPatch.context() as context:
+        context.syspath_prepend(str(folder))
+        context.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+        context.setenv("DECIDES", str(folder / "decides"))
         (folder / "decides").write_text("nothing 1")
         llm = _engine.engine(
             _models.save("llama", tmp_path_factory.mktemp("llama")),
@@ -166,18 +167,10 @@ def test_a_preempted_request_goes_on_under_what_acts(llm: Any, decide: Any) -> N
     alone = [run(llm, prompt) for prompt in (PROMPT, OTHER)]
     assert llm.reset_prefix_cache()
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    preempted, preempt = [], scheduler._preempt_request
-
-    def count(request: Any, *rest: Any, **options: Any) -> None:
-        preempted.append(request)
-        preempt(request, *rest, **options)
-
-    scheduler._preempt_request = count
-    try:
+    preempt = scheduler._preempt_request
+    with patch.object(scheduler, "_preempt_request", wraps=preempt) as preempted:
         both = generate(llm, [PROMPT, OTHER], [params(2 * BLOCK)] * 2)
-    finally:
-        scheduler._preempt_request = preempt
-    assert preempted
+    assert preempted.called
     for found, expected in zip(both, alone):
         assert tokens(found) == tokens(expected)
         assert (logprobs(found) - logprobs(expected)).abs().max() < 1e-4

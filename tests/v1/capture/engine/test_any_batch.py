@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,16 +104,14 @@ class Bench:
         self.engine, self.lora = engine, lora
         self.models = {False: engine.reference, True: adapted}
         self.serial = 0
-        self.preemptions = 0
         core: Any = engine.llm.llm_engine.engine_core
         scheduler = core.engine_core.scheduler
-        preempt = scheduler._preempt_request
+        self._preempt = Mock(wraps=scheduler._preempt_request)
+        scheduler._preempt_request = self._preempt
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.preemptions += 1
-            return preempt(*args, **kwargs)
-
-        scheduler._preempt_request = counted
+    @property
+    def preemptions(self) -> int:
+        return int(self._preempt.call_count)
 
     def adapted(self, wish: Wish) -> bool:
         return wish.special and self.lora is not None
