@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
+import ctypes
 import threading
 from collections import deque
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.staging.ring import EVERY_TAP, RowRing, Segment, Staging, in_order
+from vllm.v1.capture.staging.ring import (
+    EVERY_TAP,
+    Copy,
+    RowRing,
+    Segment,
+    Staging,
+    batches,
+    in_order,
+)
 
 RING = 8
 WIDTH = 4
@@ -80,24 +90,63 @@ def test_on_a_cpu_the_host_rows_are_the_device_rows() -> None:
 
 
 @given(
-    st.lists(st.integers(EVERY_TAP, 9), max_size=30),
+    st.lists(st.lists(st.integers(EVERY_TAP, 9), max_size=9), max_size=9),
     st.lists(st.integers(0, 9), unique=True, max_size=10),
     st.integers(1, 4),
 )
 def test_rows_are_copied_once_after_the_part_that_computes_them(
-    taps: list[int], computed: list[int], each: int
+    taps: list[list[int]], computed: list[int], each: int
 ) -> None:
     memory = torch.empty(0)
     events: list[Any] = [object() for _ in range(0, len(computed), each)]
     groups = [computed[at : at + each] for at in range(0, len(computed), each)]
-    copies = [(tap, memory, memory) for tap in taps]
-    done: list[int] = []
+    copies = [Copy(own, memory, memory) for own in taps]
+    done: list[tuple[int, int]] = []
     order = []
     for event, own in in_order(copies, list(zip(groups, events, strict=True))):
         group = groups[events.index(event)] if event is not None else None
-        for tap, _, _ in own:
-            assert tap in group if group is not None else tap not in computed
-            done.append(tap)
+        for copy, indices in own:
+            for index in indices:
+                tap = copy.taps[index]
+                assert tap in group if group is not None else tap not in computed
+            number = next(n for n, one in enumerate(copies) if one is copy)
+            done.extend((number, index) for index in indices)
         order.append(len(events) if event is None else events.index(event))
-    assert sorted(done) == sorted(taps)
+    every = [(n, index) for n, own in enumerate(taps) for index in range(len(own))]
+    assert sorted(done) == every
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+@given(data=st.data())
+def test_the_pieces_of_copies_are_all_of_their_rows(
+    encoded: bool, data: st.DataObject
+) -> None:
+    """The copies that a GPU's driver would do, done by the C library."""
+    encoder = Mock(width=2, dtype=torch.float32) if encoded else None
+    if encoder is not None:
+        encoder.encode = lambda rows: rows.float()[:, :2] * 2
+    cpu = torch.device("cpu")
+    staging = Staging(1, 3, torch.bfloat16, cpu, encoder=encoder)
+    staging._piece_rows = data.draw(st.integers(1, 4))
+    copies, expected = [], []
+    for _ in range(data.draw(st.integers(0, 3))):
+        taps, rows, place = (data.draw(st.integers(1, 5)) for _ in range(3))
+        device = torch.randn(taps, rows + place + 1, 3).bfloat16()
+        device = device[:, place : place + rows]
+        width = staging.host_rows.shape[1]
+        host = torch.zeros(taps, rows + place, width, dtype=staging.host_rows.dtype)
+        whole = host.clone()
+        chosen = data.draw(st.lists(st.integers(0, taps - 1), unique=True))
+        for tap in chosen:
+            whole[tap, place:] = staging._encoded(device[tap])
+        copies.append((Copy(range(taps), host[:, place:], device), chosen))
+        expected.append((host, whole))
+    most = data.draw(st.integers(1, 64))
+    with patch("vllm.v1.capture.staging.ring.PIECE_BYTES", most):
+        for some in batches(staging._pieces(copies)):
+            assert sum(piece[2] for piece in some[:-1]) < most
+            for source, target, num_bytes, _ in some:
+                ctypes.memmove(target, source, num_bytes)
+    for host, whole in expected:
+        assert host.equal(whole)
