@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+JOINED = 64
+"""So many single tokens are joined as they come, not when a batch of requests ends."""
 MOST_ERRORS = 4
 """Most different errors that a result names."""
 
@@ -178,10 +180,16 @@ class Joined:
         self._note = note
         self._parts: list[ReadoutPart] = []
         self._shown = 0
+        self._unjoined = 0
+        """How many of the last parts are of single tokens, as they came."""
 
     def add(self, part: ReadoutPart) -> None:
         """Add a step's part; its positions follow those of earlier parts."""
         self._parts.append(part)
+        self._unjoined = self._unjoined + 1 if part.packed and part.count == 1 else 0
+        if self._unjoined >= JOINED and not self._shown and not self.readout.full:
+            self._parts[-self._unjoined :] = _unpacked(self._parts[-self._unjoined :])
+            self._unjoined = 0
 
     def whole(self, stop: int) -> ReadoutResult:
         """The result for all tokens below position `stop`."""
