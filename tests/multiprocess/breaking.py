@@ -5,15 +5,16 @@ from typing import Any
 
 import torch
 
-from vllm.v1.readouts.worker import operations, worker
+from vllm.v1.readouts.worker import head, worker
 from vllm.v1.readouts.worker.attention import AttentionPatterns
-from vllm.v1.readouts.worker.head import Head
+from vllm.v1.readouts.worker.top_tokens import Best
 
 scores = AttentionPatterns._scores
 PLACES: dict[str, tuple[Any, str]] = {
     "rows": (worker.WorkerReadouts, "_rows"),
-    "norm": (Head, "normed"),
-    "values": (operations, "top_values"),
+    "norm": (head.Head, "normed"),
+    "share": (head, "best_of"),
+    "whole": (Best, "joined"),
 }
 WHOLE = {name: getattr(*place) for name, place in PLACES.items()}
 

@@ -174,7 +174,8 @@ def test_patterns_that_one_rank_cannot_compute_are_an_error_of_their_readout(
 
 
 @pytest.mark.parametrize(
-    ("place", "rank"), [("rows", 0), ("norm", 0), ("norm", 1), ("values", 0)]
+    ("place", "rank"),
+    [("rows", 0), ("norm", 0), ("norm", 1), ("share", 1), ("whole", 0)],
 )
 def test_a_lens_that_one_rank_cannot_compute_is_an_error_of_its_readout(
     pair: Pair, place: str, rank: int

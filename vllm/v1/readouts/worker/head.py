@@ -4,18 +4,19 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from vllm import ir
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.residual.tap import num_streams
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.readouts.worker.jobs import Arrays
-from vllm.v1.readouts.worker.top_tokens import MOST, top_tokens
+from vllm.v1.readouts.worker.top_tokens import Best, best_of
 
 NORMS = (
     "norm",
@@ -41,9 +42,6 @@ CPU_LOGIT_BYTES = 24 << 20
 The allocator returns blocks above 32 MiB to the system. More logits would therefore be
 in fresh pages in each step, whose clearing takes as long as the product itself.
 """
-
-GROUP = 128
-"""Logits of which the largest is found first, on a CPU; see `largest`."""
 
 
 class RowAdapters:
@@ -73,6 +71,72 @@ class RowAdapters:
             width = change.shape[1]
             logits[index, :width] += change.to(logits.dtype)
         return logits
+
+
+class Shard:
+    """The part of the vocabulary whose logits a tensor-parallel rank computes.
+
+    What is gathered of a row is then some numbers instead of all logits. On four H100s
+    FIGURE.
+    """
+
+    def __init__(self, processor: LogitsProcessor, embedding: Any) -> None:
+        """Take the rank's part of an unembedding.
+
+        Args:
+            processor: computes the logits.
+            embedding: the unembedding, without adapters.
+
+        """
+        self._processor = processor
+        self._embedding = embedding
+        own = embedding.shard_indices
+        self.first: int = own.org_vocab_start_index
+        """The rank's first token."""
+        self._count: int = own.org_vocab_end_index - self.first
+        size = embedding.num_embeddings_per_partition
+        self.least: int = embedding.org_vocab_size - (embedding.tp_size - 1) * size
+        """Tokens of the rank that has the fewest."""
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits `[n, tokens of this rank]` of rows after the final norm."""
+        bias = getattr(self._embedding, "bias", None)
+        found = self._processor(self._embedding, rows, bias, skip_gather=True)
+        return found[:, : self._count]
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        processors: Sequence[LogitsProcessor],
+        embedding: Any,
+        rows: torch.Tensor,
+    ) -> "Shard | None":
+        """This rank's shard; None if the model's logits are not those of the shards.
+
+        A collective. A model may change its logits after they were gathered, so that
+        those of some rows are compared.
+
+        Args:
+            model: the loaded model.
+            processors: its modules that compute logits.
+            embedding: its unembedding.
+            rows: `[0, hidden_size]`, of the dtype and on the device of the stream.
+
+        """
+        draw = torch.Generator().manual_seed(0)
+        some = torch.randn(2, rows.shape[1], generator=draw).to(rows)
+        whole = model.compute_logits(some)
+        shard = None
+        try:
+            shard = cls(processors[-1], embedding)
+            own = whole[:, shard.first : shard.first + shard._count]
+            is_same = shard.least > 0 and own.equal(shard.logits(some))
+        except Exception:
+            is_same = False
+        flags = torch.tensor([is_same], dtype=torch.int32, device=rows.device)
+        every = get_tp_group().all_gather(flags, dim=0)
+        return shard if every.all() else None
 
 
 class Head:
@@ -118,6 +182,8 @@ class Head:
         self._received: torch.Tensor | None = None
         """With several ranks: memory for rows of rank 0, which cannot be missing then.
         """
+        self._shard: Shard | None = None
+        """With several ranks: this one's part of the vocabulary, if it can be used."""
         if last_layer is None:
             self.refusal = ELSEWHERE
             return
@@ -144,10 +210,12 @@ class Head:
             self.refusal = "the rows are projected to another width before the head"
         else:
             if rows.is_cuda:  # The kernel is compiled now, not in a step.
-                top_values(rows.new_zeros(1, vocab_size), 1, ())
+                best_of(rows.new_zeros(1, vocab_size), 1, ())
             self.norm = norms[0][1]
             for module in model.modules():  # MiniCPM divides before its head.
                 self.divisor = float(getattr(module, "scale_width", self.divisor))
+            if shared and not has_adapters:
+                self._shard = Shard.of(model, self._processors, self._unadapted, rows)
 
     def lens_values(
         self,
@@ -167,7 +235,7 @@ class Head:
             top_k: number of tokens.
             tokens: ids below the vocabulary's size.
             adapters: the number of each row's adapter; None if there are none.
-            error: as of `shared_logits`.
+            error: as of `best`.
 
         Returns:
             `token_ids` int32 and `logprobs` float32 `[R, top_k]` if `top_k`, and
@@ -178,12 +246,11 @@ class Head:
         parts = []
         for start in range(0, len(rows), self.rows_at_once):
             span = slice(start, start + self.rows_at_once)
+            own = adapters and adapters[span]
             try:
-                found = self.shared_logits(
-                    rows[span], adapters and adapters[span], error
-                )
-                if found is not None and self.keeps_logits:
-                    parts.append(top_values(found, top_k, tokens))
+                found = self.best(rows[span], top_k, tokens, own, error)
+                if self.keeps_logits:
+                    parts.append(found().values())
             except Exception as raised:  # The other ranks would wait with further rows.
                 error = raised
         if error is not None:
@@ -193,13 +260,15 @@ class Head:
         names = parts[0] if parts else ()
         return {name: torch.cat([part[name] for part in parts]) for name in names}
 
-    def shared_logits(
+    def best(
         self,
         rows: torch.Tensor,
+        top_k: int,
+        tokens: tuple[int, ...],
         adapters: Sequence[int] | None = None,
         error: Exception | None = None,
-    ) -> torch.Tensor | None:
-        """As `logits`, of rows that under tensor parallelism only rank 0 has.
+    ) -> Callable[[], Best]:
+        """The best of the logits of rows that, of several ranks, only rank 0 has.
 
         A rank that fails takes part all the same: its share of the logits is NaN, which
         makes all log-probabilities of these rows NaN, and that an error of the readout.
@@ -208,27 +277,57 @@ class Head:
         Args:
             rows: `[n, hidden_size]`, `n` at most `rows_at_once`; only the number counts
                 on ranks that have none.
+            top_k: number of tokens.
+            tokens: ids below the vocabulary's size.
             adapters: as of `logits`.
             error: why this rank has no rows, to be raised.
+
+        Returns:
+            Computes what is left to rank 0, on any stream.
 
         """
         if self._received is None:
             if error is not None:
                 raise error
-            return self.logits(rows, adapters)
+            return partial(best_of, self.logits(rows, adapters), top_k, tokens)
         sent = self._received[: len(rows)]
         if self.keeps_logits and error is None:
             sent = rows
         _broadcast(sent)
+        shard = self._shard
+        if shard is None or top_k > shard.least:
+            logits = self._gathered(sent, adapters, error)
+            return partial(best_of, logits, top_k, tokens)
+        try:
+            if error is not None:
+                raise error
+            own = shard.logits(self._normed(sent))
+            packed = best_of(own, top_k, tokens, shard.first).packed()
+        except Exception as raised:
+            error = raised
+            width = 2 * top_k + len(tokens) + 1
+            packed = sent.new_full((len(sent), width), math.nan, dtype=torch.float32)
+        of_ranks = get_tp_group().all_gather(packed, dim=0)
+        if error is not None:
+            raise error
+        return partial(Best.joined, of_ranks.unflatten(0, (-1, len(sent))), top_k)
+
+    def _gathered(
+        self,
+        rows: torch.Tensor,
+        adapters: Sequence[int] | None,
+        error: Exception | None,
+    ) -> torch.Tensor | None:
+        """The logits of rows that each rank has; collective, as `best`."""
         gathered: list[bool] = []
         try:
             with self._seeing(gathered):
                 if error is not None:
                     raise error
-                return self.logits(sent, adapters)
+                return self.logits(rows, adapters)
         except Exception:
             if not gathered:
-                self._gather_nothing(sent)
+                self._gather_nothing(rows)
             raise
 
     def _gather_nothing(self, rows: torch.Tensor) -> None:
@@ -268,7 +367,8 @@ class Head:
 
     def normed(self, rows: torch.Tensor) -> torch.Tensor:
         """What the final norm makes of rows `[n, hidden_size]`."""
-        normed = self.norm(rows)
+        with ir.ops.rms_norm.set_priority(["vllm_c", "native"]):
+            normed = self.norm(rows)
         found: torch.Tensor = normed[0] if isinstance(normed, tuple) else normed
         return found
 
@@ -406,67 +506,3 @@ def _broadcast(rows: torch.Tensor) -> None:
     nccl = getattr(communicator, "pynccl_comm", None)
     usable = communicator is not None and not getattr(nccl, "disabled", False)
     (communicator if usable else group).broadcast(rows, src=0)
-
-
-@lru_cache(maxsize=64)
-def _ids(tokens: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(tokens, device=device)
-
-
-def top_values(logits: torch.Tensor, top_k: int, tokens: tuple[int, ...]) -> Arrays:
-    """As `Head.lens_values`, of logits `[R, vocab_size]`."""
-    wanted = _ids(tokens, logits.device) if tokens else None
-    found: Arrays = {}
-    if logits.is_cuda and top_k <= MOST:
-        ids, values, asked = top_tokens(logits, top_k, wanted)
-    else:
-        logs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        ids = values = asked = logs[:, :0]
-        if top_k:
-            values, ids = largest(logs, top_k)
-            ids = ids.to(torch.int32)
-        if wanted is not None:
-            asked = logs[:, wanted]
-    if top_k:
-        found |= {"token_ids": ids, "logprobs": values}
-    if tokens:
-        found["token_logprobs"] = asked
-    return found
-
-
-def largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest values of each row `[R, n]`, descending, and their indices.
-
-    Equal values are in the order of their indices, and the first of the largest is
-    always among them: logits in 16 bits are often equal, and greedy sampling takes that
-    one. Which of those equal to the smallest are among the k is not defined.
-
-    As `torch.topk`, which on a CPU takes 60 µs per row of 49,152 values. There the
-    largest of each group of `GROUP` values is found first, and only the k groups with
-    the largest of these are searched, which is seven times as fast.
-    """
-    count = values.shape[1]
-    if values.is_cuda or count % GROUP or count < 4 * k * GROUP:
-        return _topk(values, k)
-    groups = values.unflatten(1, (-1, GROUP))
-    _, best = _topk(groups.amax(dim=-1), k)  # [R, k]
-    best = best.sort(dim=-1).values
-    found = groups.gather(1, best[:, :, None].expand(-1, -1, GROUP)).flatten(1)
-    top, where = _topk(found, k)
-    group = best.gather(1, where // GROUP)
-    return top, group * GROUP + where % GROUP
-
-
-def _topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch.topk`, with equal values in the order of their indices."""
-    first = values.argmax(dim=-1, keepdim=True)  # of equal values the first
-    if k == 1:
-        return values.gather(1, first), first
-    where = values.topk(k, dim=-1).indices
-    # If it is missing, the k are all equal to it.
-    missing = (where != first).all(dim=-1, keepdim=True)
-    where = torch.cat([torch.where(missing, first, where[:, :1]), where[:, 1:]], dim=-1)
-    where = where.sort(dim=-1).values
-    found = values.gather(1, where)
-    order = found.argsort(dim=-1, descending=True, stable=True)
-    return found.gather(1, order), where.gather(1, order)

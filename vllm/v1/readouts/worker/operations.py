@@ -6,9 +6,9 @@ rows of a token's taps are adjacent. The first dimension of a result is R, or th
 of entries if rows are reduced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,22 +18,17 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.worker.attribution import Attribution, Directions
 from vllm.v1.readouts.worker.custom import CustomReadouts
-from vllm.v1.readouts.worker.head import Head, top_values
+from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.jobs import Arrays, Entry, Indices, Job, ReadingRequest
 from vllm.v1.readouts.worker.pending import JobResult
 from vllm.v1.readouts.worker.sae import sae_values
+from vllm.v1.readouts.worker.top_tokens import Best
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import Probe, Readout, RowPart
 from vllm.v1.residual.sae import SparseAutoencoder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-class Logits(NamedTuple):
-    """What ranks have computed together of a lens, of which little is kept."""
-
-    values: torch.Tensor  # [R, vocabulary]
 
 
 class Operations:
@@ -63,7 +58,9 @@ class Operations:
         self._device = device
         self._custom = CustomReadouts(vllm_config)
 
-    def lens_of_ranks(self, job: Job, rows: torch.Tensor | str) -> Logits | Arrays:
+    def lens_of_ranks(
+        self, job: Job, rows: torch.Tensor | str
+    ) -> Callable[[], Best] | Arrays:
         """What tensor-parallel ranks compute together of a lens. A collective.
 
         Args:
@@ -72,7 +69,8 @@ class Operations:
                 only the number counts on other ranks.
 
         Returns:
-            The logits, or the result itself if they are too many to be kept.
+            Computes what is left to rank 0; or the result itself, if the logits are
+            too many to be kept.
 
         Raises:
             Exception: a rank has failed.
@@ -92,23 +90,22 @@ class Operations:
                 error = raised
         if count > self._head.rows_at_once:
             return self._head.lens_values(own, top_k, tokens, adapters, error)
-        found = self._head.shared_logits(own, adapters, error)
-        return {} if found is None else Logits(found)
+        return self._head.best(own, top_k, tokens, adapters, error)
 
     def compute(
-        self, job: Job, rows: torch.Tensor | Logits, result: JobResult
+        self, job: Job, rows: torch.Tensor | Callable[[], Best], result: JobResult
     ) -> Arrays:
         """The arrays of a job's result.
 
         Args:
             job: not one that reduces rows.
-            rows: `[R, width]`, what is read of each row.
+            rows: `[R, width]`, what is read of each row; or what `lens_of_ranks`
+                returned.
             result: gets the errors of entries.
 
         """
-        if isinstance(rows, Logits):
-            _, top_k, tokens, _ = job.key
-            return top_values(rows.values, top_k, tokens)
+        if not isinstance(rows, torch.Tensor):
+            return rows().values()
         match job.key:
             case ("probe", ProbeModule() as module):
                 return probe_values(module, rows)

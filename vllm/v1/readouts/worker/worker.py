@@ -38,7 +38,6 @@ from vllm.v1.readouts.worker.jobs import (
 )
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.operations import (
-    Logits,
     Operations,
     inline_probe,
     part_of,
@@ -54,6 +53,7 @@ from vllm.v1.readouts.worker.stages import (
     Stages,
     make_joined_set,
 )
+from vllm.v1.readouts.worker.top_tokens import Best
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import Readout, ReadoutCounters, ReadoutPlan
 from vllm.v1.residual.row_blocks import LocalGroup
@@ -72,9 +72,9 @@ SHARED = ("lens", "attention")
 
 RowsOfJob: TypeAlias = tuple[Job, torch.Tensor | None]
 """A job with its rows `[R, hidden_size]`; None on ranks that have no rows."""
-Work: TypeAlias = tuple[Job, torch.Tensor | Logits | Arrays | str]
-"""A job with its rows `[R, hidden_size]`, or what was computed of them in line: the
-logits of a lens, or the result; or the text of an error."""
+Work: TypeAlias = tuple[Job, torch.Tensor | Callable[[], Best] | Arrays | str]
+"""A job with its rows `[R, hidden_size]`, or what was computed of them in line: what is
+left of a lens, or the result; or the text of an error."""
 
 
 class WorkerReadouts:
@@ -521,8 +521,8 @@ class WorkerReadouts:
         return part_of(rows, job.part)
 
     def _of_ranks(
-        self, job: Job, rows: torch.Tensor | Logits | Arrays | str
-    ) -> torch.Tensor | Logits | Arrays | str:
+        self, job: Job, rows: torch.Tensor | Callable[[], Best] | Arrays | str
+    ) -> torch.Tensor | Callable[[], Best] | Arrays | str:
         """What tensor-parallel ranks compute together of a job."""
         if job.key[0] != "lens" or self.head.refusal:
             return rows
@@ -538,7 +538,7 @@ class WorkerReadouts:
         for job, rows in work:
             began = perf_counter()
             result = JobResult(job.entries, further, {})
-            if isinstance(rows, torch.Tensor | Logits):
+            if not isinstance(rows, dict | str):
                 try:
                     result.arrays = self._operations.compute(job, rows, result)
                 except Exception as error:

@@ -30,7 +30,8 @@ def test_tokens_and_log_probabilities_are_those_of_pytorch(
     rows[4, [3, 9]] = 1.0
     logits = rows.to(DEVICE, dtype)[:, :vocabulary]  # The head pads its rows.
     asked = torch.tensor([0, vocabulary - 1, 5], device=DEVICE)
-    found, logprobs, of_asked = top_tokens(logits, top_k, asked)
+    best = top_tokens(logits, top_k, asked)
+    found, logprobs, of_asked = best.values().values()
     ordered = logits.float().nan_to_num(nan=1e9, neginf=-1e9)
     ordered = ordered.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     assert torch.equal(found.long(), ordered)
@@ -43,7 +44,15 @@ def test_tokens_and_log_probabilities_are_those_of_pytorch(
 
 def test_nothing_is_asked_of_rows() -> None:
     logits = torch.randn(3, 40, device=DEVICE)
-    found, logprobs, asked = top_tokens(logits, 2, None)
-    assert found.shape == logprobs.shape == (3, 2) and asked.shape == (3, 0)
-    found, _, asked = top_tokens(logits[:0], 0, torch.tensor([1], device=DEVICE))
-    assert found.shape == (0, 0) and asked.shape == (0, 1)
+    nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    found = top_tokens(logits, 2, nothing)
+    assert found.ids.shape == found.logits.shape == (3, 2)
+    assert found.of_tokens.shape == (3, 0)
+    found = top_tokens(logits[:0], 0, torch.tensor([1], device=DEVICE))
+    assert found.ids.shape == (0, 0) and found.of_tokens.shape == (0, 1)
+
+
+def test_a_shard_without_a_number_counts_as_nothing() -> None:
+    logits = torch.full((1, 40), -torch.inf, device=DEVICE)
+    nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    assert top_tokens(logits, 1, nothing).log_sums.item() == -torch.inf
