@@ -20,8 +20,8 @@ from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.capture.staging.ring import Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.worker.worker import WorkerCapture
-from vllm.v1.readouts import results
 from vllm.v1.readouts.core import scheduler
+from vllm.v1.readouts.frontend import collector
 from vllm.v1.readouts.worker import operations, worker
 from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.pending import PendingReadouts
@@ -86,7 +86,7 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "results on the host": (worker, "_on_host", "read"),
     "results of a step": (PendingReadouts, "collect", "read"),
     "results in the scheduler": (scheduler._State, "counting", "read"),
-    "results of a request": (results, "_joined", "read"),
+    "results of a request": (collector, "_joined", "read"),
     "beginning of readouts": (worker.WorkerReadouts, "add_request", "read"),
     "steering's plan": (WorkerSteering, "plan_step", "steered"),
     "steering's rows": (TokenRows, "write", "steered"),
