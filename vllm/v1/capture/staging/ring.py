@@ -128,7 +128,7 @@ class Copy(NamedTuple):
 
 OfTaps: TypeAlias = tuple[Copy, list[int]]
 """A copy, and for which of its taps, by their index in it."""
-Addresses: TypeAlias = tuple[int, int, int, torch.Tensor | None]
+Piece: TypeAlias = tuple[int, int, int, torch.Tensor | None]
 """Where a piece is copied from and to, its bytes, and what must live until then."""
 Parts: TypeAlias = Sequence[tuple[Collection[int], torch.cuda.Event]]
 """Taps, by number, and the event after which their rows are in staging memory."""
@@ -287,25 +287,26 @@ class Staging:
             self._stream.wait_event(after if ready is None else ready)
             with torch.cuda.stream(self._stream):
                 for some in batches(self._pieces(own)):
-                    addresses = torch.tensor([piece[:3] for piece in some]).T
-                    swap_blocks_batch(*addresses.contiguous())
+                    numbers = [piece[:3] for piece in some]
+                    swap_blocks_batch(*torch.tensor(list(zip(*numbers))))
         # Blocking: the dispatch thread must not spin on the driver's lock.
         done = torch.cuda.Event(blocking=True)
         done.record(self._stream)
         return done
 
-    def _pieces(self, copies: Sequence[OfTaps]) -> Iterator[Addresses]:
+    def _pieces(self, copies: Sequence[OfTaps]) -> Iterator[Piece]:
         """Split copies into pieces of at most `PIECE_BYTES`."""
         for (_, host, device), taps in copies:
+            to, to_tap, to_row = addresses(host)
+            of, of_tap, of_row = addresses(device)
             rows = range(0, host.shape[1], self._piece_rows)
             for tap, row in product(taps, rows):
                 count = min(self._piece_rows, host.shape[1] - row)
-                num_bytes = count * host.stride(1) * host.itemsize
-                source, encoded = address(device, tap, row), None
+                source, encoded = of + tap * of_tap + row * of_row, None
                 if self._encoder is not None:
                     encoded = self._encoded(device[tap, row : row + count])
                     source = encoded.data_ptr()
-                yield source, address(host, tap, row), num_bytes, encoded
+                yield source, to + tap * to_tap + row * to_row, count * to_row, encoded
 
     def _encoded(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._encoder is None else self._encoder.encode(rows)
@@ -343,19 +344,22 @@ def in_order(
         yield None, found[-1]
 
 
-def address(rows: torch.Tensor, tap: int, row: int) -> int:
-    """The address of a row; a view of it would take several times as long."""
-    first: int = rows.data_ptr()
-    return first + (tap * rows.stride(0) + row * rows.stride(1)) * rows.itemsize
+def addresses(rows: torch.Tensor) -> tuple[int, int, int]:
+    """The address of rows `[taps, rows, width]`, and strides in bytes of taps and rows.
+
+    Views of them would take several times as long.
+    """
+    taps, row, _ = rows.stride()
+    return rows.data_ptr(), taps * rows.itemsize, row * rows.itemsize
 
 
-def batches(pieces: Iterable[Addresses]) -> Iterator[list[Addresses]]:
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """The pieces in groups of `PIECE_BYTES` and one piece at most.
 
     One call of the driver queues a group. With a call of torch for each, a step with
     the prompts of 49 requests at 32 taps kept the engine's thread busy for 45 ms.
     """
-    some: list[Addresses] = []
+    some: list[Piece] = []
     total = 0
     for piece in pieces:
         some.append(piece)
