@@ -28,6 +28,15 @@ class Breaking:
         made = failing if fails else scores
         AttentionPatterns._scores = made  # type: ignore[method-assign]
 
+    def gather_logits(self, whole: bool) -> None:
+        """From now on let ranks gather whole logits, or no longer."""
+        found: Any = self
+        found = found.model_runner.residual.readouts.head
+        if whole:
+            self._shard, found._shard = found._shard, None
+        else:
+            found._shard = self._shard
+
     def fail_lens(self, rank: int, place: str, fails: bool) -> None:
         """From now on let this rank fail there, or no longer."""
         if rank == torch.distributed.get_rank():

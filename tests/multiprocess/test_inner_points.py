@@ -173,12 +173,32 @@ def test_patterns_that_one_rank_cannot_compute_are_an_error_of_their_readout(
     torch.testing.assert_close(broken["norm"]["norm"], mended["norm"]["norm"])
 
 
+@pytest.fixture
+def gathering(pair: Pair, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Logits are gathered whole, or the best of those of each rank."""
+    if request.param:
+        pair.engine.llm.collective_rpc("gather_logits", args=(True,))
+    yield
+    if request.param:
+        pair.engine.llm.collective_rpc("gather_logits", args=(False,))
+
+
 @pytest.mark.parametrize(
-    ("place", "rank"),
-    [("rows", 0), ("norm", 0), ("norm", 1), ("share", 1), ("whole", 0)],
+    ("place", "rank", "gathering"),
+    [
+        ("rows", 0, False),
+        ("norm", 0, False),
+        ("norm", 1, False),
+        ("share", 1, False),
+        ("whole", 0, False),
+        ("rows", 0, True),
+        ("norm", 1, True),
+        ("share", 0, True),
+    ],
+    indirect=["gathering"],
 )
 def test_a_lens_that_one_rank_cannot_compute_is_an_error_of_its_readout(
-    pair: Pair, place: str, rank: int
+    pair: Pair, place: str, rank: int, gathering: None
 ) -> None:
     asked = {"lens": {"kind": "lens", "positions": "all"}}
     rpc = pair.engine.llm.collective_rpc
