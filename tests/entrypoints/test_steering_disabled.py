@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 
 from tests.support.server import Server
-from vllm.v1.steering.frontend.admission import request_fields
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+SPEC = {"post_block": {"0": [1.0] * 64}}
+FIELDS: dict[str, Any] = {
+    "steering_vectors": SPEC,
+    "prefill_steering_vectors": SPEC,
+    "decode_steering_vectors": SPEC,
+    "steering_name": "calm",
+    "steering_module_ref": [{"name": "calm"}],
+}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [20, 30, 40]},
@@ -19,11 +26,11 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("name", request_fields())
+@pytest.mark.parametrize("name", FIELDS)
 def test_every_field_is_refused_with_the_remedy(
     capture_server: Server, path: str, name: str
 ) -> None:
-    body = {"model": "tiny", "max_tokens": 2, **BODIES[path], name: {}}
+    body = {"model": "tiny", "max_tokens": 2, **BODIES[path], name: FIELDS[name]}
     refused = capture_server.post(path, body)
     assert refused.status == 400, refused
     message = refused.body["error"]["message"]
