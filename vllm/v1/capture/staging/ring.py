@@ -304,7 +304,7 @@ class Staging:
                 count = min(self._piece_rows, host.shape[1] - row)
                 source, encoded = of + tap * of_tap + row * of_row, None
                 if self._encoder is not None:
-                    encoded = self._encoded(device[tap, row : row + count])
+                    encoded = self._encoder.encode(device[tap, row : row + count])
                     source = encoded.data_ptr()
                 yield source, to + tap * to_tap + row * to_row, count * to_row, encoded
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.v1.readouts.worker.head import Head
+from vllm.v1.readouts.worker.head import Head, trial_rows
 from vllm.v1.readouts.worker.head_parts import Form, HeadParts, forms_of, likeliest
 from vllm.v1.readouts.worker.jobs import Arrays, Job
 from vllm.v1.residual.readout_plan import ADDED, ATTN_REST, Readout
@@ -86,7 +86,7 @@ class Attribution:
 
     def _find(self, width: int, dtype: torch.dtype) -> None:
         """Find the linear form of the final norm."""
-        rows = _trial(4, width, dtype, self._head.unembedding([0])[0].device)
+        rows = trial_rows(4, width, dtype, self._head.unembedding([0])[0].device)
         normed = self._head.normed(rows).float()
         forms = forms_of(self._head.norm, width, rows.device)
         self._form, error = likeliest(forms, rows.float(), normed)
@@ -101,7 +101,7 @@ class Attribution:
         self._scale = float(processor.scale) / self._head.divisor
         tokens = (0, 1, 2, 3)
         directions = self.directions(tokens)
-        rows = _trial(1, width, dtype, directions.rows.device)
+        rows = trial_rows(1, width, dtype, directions.rows.device)
         logits = self._head.logits(rows)
         if logits is None:  # Another rank compares.
             return
@@ -203,12 +203,3 @@ def _differences(
         if name == ATTN_REST:
             columns[-1] = columns[-1] - heads[layer].sum(1)
     return torch.stack(columns, dim=1)
-
-
-def _trial(
-    count: int, width: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Rows whose mean is as large as their deviation."""
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(count, width, generator=draw) + 1
-    return (10 * rows).to(device, dtype)

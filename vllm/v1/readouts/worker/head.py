@@ -126,8 +126,7 @@ class Shard:
             rows: `[0, hidden_size]`, of the dtype and on the device of the stream.
 
         """
-        draw = torch.Generator().manual_seed(0)
-        some = torch.randn(2, rows.shape[1], generator=draw).to(rows)
+        some = trial_rows(2, rows.shape[1], rows.dtype, rows.device)
         shard = None
         try:
             whole = model.compute_logits(some)
@@ -469,6 +468,15 @@ class Head:
         own = (ids >= first) & (ids < end)
         rows = weight[torch.where(own, ids - first, 0)]
         return torch.where(own[:, None], rows, torch.zeros_like(rows)), own
+
+
+def trial_rows(
+    count: int, width: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Rows to compare computations by; their mean is as large as their deviation."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(count, width, generator=draw) + 1
+    return (10 * rows).to(device, dtype)
 
 
 def final_norm_of(model: nn.Module, last_layer: nn.Module) -> nn.Module | None:

@@ -155,12 +155,10 @@ def best_of(
             ids = indices.int()
         log_sums = numbers.logsumexp(dim=-1, keepdim=True)
         found = Best(ids, values, numbers[:, places], log_sums)
-    if not first and absent is None:
-        return found
-    asked = found.of_tokens
     if absent is not None:
-        asked = asked.masked_fill(absent, -torch.inf)
-    return found._replace(ids=found.ids + first, of_tokens=asked)
+        asked = found.of_tokens.masked_fill(absent, -torch.inf)
+        found = found._replace(of_tokens=asked)
+    return found._replace(ids=found.ids + first) if first else found
 
 
 @lru_cache(maxsize=64)
