@@ -37,7 +37,7 @@ from benchmarks.harness import reports  # noqa: E402
 from benchmarks.harness.host_memory import NAME as HOST_MEMORY  # noqa: E402
 from benchmarks.harness.host_memory import plug_in  # noqa: E402
 from benchmarks.harness.worker_alone import WorkerAlone, thread_seconds, view_of  # noqa: E402
-from vllm.v1.capture.memory import row_copy  # noqa: E402
+from vllm.v1.capture.memory import buffer_pool  # noqa: E402
 from vllm.v1.residual.spans import OPEN_END  # noqa: E402
 from vllm.v1.residual.tap import Tap  # noqa: E402
 
@@ -167,7 +167,7 @@ class CopyClock:
     def __init__(self) -> None:
         self.seconds: defaultdict[int | None, float] = defaultdict(float)
         for name in ("_copy_by_torch", "_gather"):
-            setattr(row_copy, name, partial(self._timed, getattr(row_copy, name)))
+            setattr(buffer_pool, name, partial(self._timed, getattr(buffer_pool, name)))
 
     def _timed(self, copy: Callable[..., None], *what: Any) -> None:
         begin = time.thread_time()

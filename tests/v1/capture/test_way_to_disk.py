@@ -22,10 +22,15 @@ TAP = {
     "model_executor/layers/residual/capture_op.py",
 }
 """What a worker without a model does not run."""
-MOST_FILES, MOST_THREADS = 25, 7
-MOST_FILES_TO_THE_CALLER = 23
-COUNTERS = ("v1/capture/worker/stats_reporter.py", "v1/capture/transport/borrower.py")
-"""What also runs while a row is on its way to the caller, and handles none."""
+MOST_FILES, MOST_THREADS = 24, 7
+MOST_FILES_TO_THE_CALLER = 20
+OTHERS = (
+    "v1/capture/worker/stats_reporter.py",
+    "v1/capture/transport/zmq_channel.py",
+    "v1/capture/transport/borrower.py",
+)
+"""What also runs while a row is on its way to the caller, and handles none: counters,
+and what waits for messages of other processes."""
 OTHER_WAYS = (
     "v1/capture/transport/",
     "v1/capture/results.py",
@@ -104,6 +109,6 @@ def test_from_a_tap_to_the_caller() -> None:
         write(worker, "a", "b")
         found.clear()
         write(worker, "c", "d")
-        passed = files_on(found, COUNTERS)
+        passed = files_on(found, OTHERS)
         worker.close()
     assert len(passed) <= MOST_FILES_TO_THE_CALLER, sorted(passed)

@@ -177,14 +177,14 @@ class BatchingSink(GroupSink):
         """Call `on_capture` with the rows of the key."""
         key = finalize.key
         for item in self._items.pop(key[0], ()):
-            for own, rows in zip(item.keys, item.tensor.unbind(), strict=True):
+            for own, rows in zip(item.keys, item.tensor.split(1), strict=True):
                 self._rows.setdefault(own, []).append(rows)
         parts = self._rows.pop(key, [])
         try:
             if finalize.sidecar.get("capture_error"):
                 raise RuntimeError(finalize.sidecar["capture_error"])
             width = finalize.sidecar.get("hidden_size", 0)
-            rows = ROWS.cat(parts) if parts else torch.empty(0, width)
+            rows = ROWS.cat(parts)[0] if parts else torch.empty(0, width)
             payload = self._consumer.on_capture(key, rows, finalize.sidecar)
         except Exception as error:
             message = described(error)

@@ -107,6 +107,22 @@ class GroupedRows(list[tuple[tuple[Tap, ...], torch.Tensor, dict[str, Any]]]):
     facts, as `RowsByTap.put_all` takes them.
     """
 
+    @classmethod
+    def of(
+        cls, taps: Sequence[Tap], rows: torch.Tensor, sidecar: dict[str, Any]
+    ) -> "GroupedRows":
+        """The rows `[taps, rows, hidden_size]` of one group, with its sidecar."""
+        client = sidecar.get("client_spec") or {}
+        encoding = client.get("encoding")
+        facts = {
+            "positions": sidecar["positions"],
+            "token_ids": sidecar["token_ids"],
+            "encoding": None if encoding == "base64" else encoding,
+            "transport": client.get("transport", "http"),
+            "heads": sidecar.get("heads", []),
+        }
+        return cls([(tuple(taps), rows.to(getattr(torch, sidecar["dtype"])), facts)])
+
     def by_tap(self) -> RowsByTap:
         """The rows of each tap, as views."""
         rows = RowsByTap()

@@ -23,3 +23,9 @@ def memory_bytes() -> int:
 def writer_threads() -> int:
     """Maximum number of threads that write files: half of the cores, from 2 to 8."""
     return min(max(available_cpu_count() // 2, 2), 8)
+
+
+@cache
+def copy_threads() -> int:
+    """Maximum number of threads that copy rows: a quarter of the cores, from 1 to 6."""
+    return max(1, min(available_cpu_count() // 4, 6))

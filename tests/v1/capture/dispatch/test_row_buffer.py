@@ -17,7 +17,7 @@ from vllm.v1.capture.dispatch.row_buffer import (
     Rows,
     joined,
 )
-from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
+from vllm.v1.capture.memory.buffer_pool import RowCopy, copy_rows
 from vllm.v1.residual.spans import overlap
 
 MEMORY = torch.arange(400).float()[:, None].repeat(1, 2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.dispatch.step_buffer import Found, StagedStep, StepChain
-from vllm.v1.capture.memory.row_copy import copy_rows
+from vllm.v1.capture.memory.buffer_pool import copy_rows
 from vllm.v1.capture.staging.ring import Segment
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.residual.row_blocks import LocalGroup

@@ -39,7 +39,7 @@ def test_rows_are_there_when_the_call_returns_without_a_copy(
     inbox: Inbox, came: list[Message]
 ) -> None:
     rows = torch.randn(2, 8)
-    INBOXES[inbox.address].take(message(rows))
+    INBOXES[inbox.address](message(rows))
     (found,) = came
     assert isinstance(found, ResultMessage)
     payload = found.result().payload
@@ -62,12 +62,3 @@ def test_only_open_unbounded_inboxes_are_known_in_the_process(
     bounded = Inbox(came.append, bounded=True)
     assert bounded.address not in INBOXES
     bounded.close()
-
-
-def test_a_front_end_that_fails_does_not_fail_the_worker() -> None:
-    def refuse(_: Message) -> None:
-        raise RuntimeError("out of order")
-
-    inbox = Inbox(refuse)
-    inbox.take(message(torch.zeros(2, 8)))
-    inbox.close()

@@ -16,7 +16,6 @@ from fastapi import Request
 from vllm.entrypoints.serve.capture.sending import RowsResponse
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
-from vllm.v1.capture.memory.row_copy import num_threads
 from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport.bodies import (
     FORMS,
@@ -34,8 +33,9 @@ from vllm.v1.capture.transport.parts import (
 )
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.readouts.frontend.http import Listed
+from vllm.v1.residual.machine import copy_threads
 
-_threads = ThreadPoolExecutor(max(num_threads(), 2), "capture-answer")
+_threads = ThreadPoolExecutor(max(copy_threads(), 2), "capture-answer")
 _former = ThreadPoolExecutor(1, "capture-form")
 """Makes documents and heads. Each holds the interpreter for a millisecond, so that with
 several threads the event loop would wait for all of them."""

@@ -20,7 +20,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from vllm.entrypoints.serve.steering.authority import captures_or_steers
-from vllm.v1.capture.memory.row_copy import num_threads
+from vllm.v1.residual.machine import copy_threads
 
 SMALL, MANY = 1 << 18, 1 << 23
 """Bytes of a message that is sent at once, because the change of threads takes 0.1 ms;
@@ -100,7 +100,7 @@ class Lane:
 
 @cache
 def _lanes() -> tuple[Lane, ...]:
-    return tuple(Lane() for _ in range(num_threads()))
+    return tuple(Lane() for _ in range(copy_threads()))
 
 
 class Connection:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumer `inline`, which returns rows with the request's output."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,7 +16,7 @@ from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.row_selection import resolve_positions
 from vllm.v1.residual.spans import OPEN_END, Spans
-from vllm.v1.residual.tap import Tap, width_at
+from vllm.v1.residual.tap import width_at
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -136,21 +135,8 @@ class InlineConsumer(CaptureConsumer):
         """The rows as a payload of one tap."""
         return self.on_group([key[1:]], tensor.unsqueeze(0), sidecar).by_tap()
 
-    def on_group(
-        self, taps: Sequence[Tap], rows: torch.Tensor, sidecar: dict[str, Any]
-    ) -> GroupedRows:
-        """The rows `[taps, rows, hidden_size]` of a group of taps as a payload."""
-        client = sidecar.get("client_spec") or {}
-        encoding = client.get("encoding")
-        facts = {
-            "positions": sidecar["positions"],
-            "token_ids": sidecar["token_ids"],
-            "encoding": None if encoding == ENCODINGS[0] else encoding,
-            "transport": client.get("transport", TRANSPORTS[0]),
-            "heads": sidecar.get("heads", []),
-        }
-        rows = rows.to(getattr(torch, sidecar["dtype"]))
-        return GroupedRows([(tuple(taps), rows, facts)])
+    on_group = staticmethod(GroupedRows.of)
+    """The rows `[taps, rows, hidden_size]` of a group of taps as a payload."""
 
 
 def most_bytes(spec: CaptureSpec, ctx: CaptureContext, where: str) -> tuple[int, str]:

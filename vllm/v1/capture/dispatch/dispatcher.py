@@ -20,7 +20,7 @@ from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.request import Answer, CapturedRequest, never_started
 from vllm.v1.capture.dispatch.step_buffer import ByGroup, StagedStep, StepBuffer
 from vllm.v1.capture.groups import GroupChunk
-from vllm.v1.capture.memory.row_copy import RowCopy, copy_rows
+from vllm.v1.capture.memory.buffer_pool import RowCopy, copy_rows
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.residual.capture_plan import CaptureEnd
 

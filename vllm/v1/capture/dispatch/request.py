@@ -21,7 +21,7 @@ from vllm.v1.capture.dispatch.row_buffer import (
     joined,
 )
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
-from vllm.v1.capture.memory.row_copy import RowCopy
+from vllm.v1.capture.memory.buffer_pool import RowCopy
 from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.v1.capture.memory.buffer_pool import ROWS
-from vllm.v1.capture.memory.row_copy import RowCopy
+from vllm.v1.capture.memory.buffer_pool import ROWS, RowCopy
 
 
 class Rows(NamedTuple):
@@ -160,14 +159,15 @@ class Piece(NamedTuple):
 
         `place` is the index of the first row there.
         """
+        width = self.memory.shape[1]
         return RowCopy(
             memory,
             place,
             self.memory,
-            self.first,
+            self.first * width,
             self.num_rows,
-            self.tap_stride,
-            self.row_stride,
+            self.tap_stride * width,
+            self.row_stride * width,
         )
 
 

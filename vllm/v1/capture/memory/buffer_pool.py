@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of host memory for captured rows.
+"""A pool of host memory for captured rows, and the copies into it.
 
 The first write to new memory costs several times as much as a copy, because the kernel
 must find and clear each page. Rows are short-lived, so their memory is reused for later
 rows. It is shared memory, so that front ends can map it without a copy. Free parts of
 it are found by first fit.
+
+The rows of many requests leave staging memory in a single call of the native library,
+on its own threads and without the GIL. One core copies a few GB/s, which is less than
+the rate of a prompt's rows. Without the library torch is used, at ten times the cost
+per request, and on one thread, to which upstream limits it while serving. The engine's
+thread is delayed by every time another thread takes the GIL back, so copies are batched
+into as few calls as possible.
 """
 
 import threading
@@ -14,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +29,9 @@ import torch
 
 from vllm.utils.math_utils import round_up
 from vllm.v1.capture.memory.budget import BUDGET, HostBudget, collect_all
-from vllm.v1.capture.memory.row_copy import copy_all
 from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
+from vllm.v1.residual.machine import copy_threads
+from vllm.v1.residual.native import library
 
 
 class Extents:
@@ -146,7 +154,7 @@ class RowMemory:
         return lent(memory, self._slabs.returned.append, taken).view(dtype)
 
     def cat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """`torch.cat` of rows into memory of the pool; a view if they are adjacent.
+        """Join rows `[taps, rows, width]`; a view if they are adjacent.
 
         The rows of a prompt that was computed in several steps are, so that the join
         of a long prompt costs nothing.
@@ -154,11 +162,16 @@ class RowMemory:
         whole = adjacent(parts)
         if whole is not None:
             return whole
-        shape, counts = list(parts[0].shape), [part.shape[-2] for part in parts]
-        shape[-2] = sum(counts)
-        joined = self.empty(shape, parts[0].dtype)
-        targets = joined.split(counts, -2)
-        copy_all(list(zip(targets, parts)))
+        taps, _, width = parts[0].shape
+        num_rows = sum([part.shape[1] for part in parts])
+        joined = self.empty((taps, num_rows, width), parts[0].dtype)
+        copies, place = [], 0
+        for part in parts:
+            assert part.stride(2) == 1 and part.dtype == joined.dtype, "not rows alike"
+            strides = part.stride()[:2]
+            copies.append(RowCopy(joined, place, part, 0, part.shape[1], *strides))
+            place += part.shape[1]
+        copy_rows(copies)
         return joined
 
     def trim(self) -> None:
@@ -204,7 +217,7 @@ def adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The parts as one view, if each directly follows the one before in memory.
 
     Args:
-        parts: at least one; rows `[..., rows, width]`, of equal shapes but for `rows`.
+        parts: at least one; rows `[taps, rows, width]`, of equal shapes but for `rows`.
 
     Returns:
         A view of their common storage; None if they need a copy.
@@ -223,10 +236,10 @@ def adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
             or part.untyped_storage().data_ptr() != storage
         ):
             return None
-        after += part.shape[-2] * strides[-2] * part.itemsize
-    shape = list(first.shape)
-    shape[-2] = sum([part.shape[-2] for part in parts])
-    return first.as_strided(shape, strides)
+        after += part.shape[1] * strides[1] * part.itemsize
+    taps, _, width = first.shape
+    num_rows = sum([part.shape[1] for part in parts])
+    return first.as_strided((taps, num_rows, width), strides)
 
 
 def lent(memory: Bytes, give_back: Callable[[T], object], what: T) -> torch.Tensor:
@@ -244,3 +257,76 @@ def lent(memory: Bytes, give_back: Callable[[T], object], what: T) -> torch.Tens
 
 ROWS = RowMemory(BUDGET)
 """The pool of this process."""
+
+
+class RowCopy(NamedTuple):
+    """A copy of rows with constant strides to consecutive rows."""
+
+    target: torch.Tensor  # [taps, capacity, width]
+    place: int
+    """Index of the first row in the target."""
+    source: torch.Tensor  # of any shape
+    first: int
+    """Number of values in the source before the first row at the first tap."""
+    num_rows: int
+    tap_stride: int
+    """Number of values from one tap to the next, in the source."""
+    row_stride: int
+    """Number of values from one row to the next, in the source."""
+
+
+Numbers: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""The fields of the copy in `csrc/rows/gather.h`, in its order."""
+
+
+def copy_rows(copies: Sequence[RowCopy]) -> None:
+    """Do all copies. The targets, and the rows of the sources, are contiguous."""
+    if not copies:
+        return
+    if library() is None:
+        _copy_by_torch(copies)
+        return
+    by_width: dict[int, list[Numbers]] = {}
+    for copy in copies:
+        size = copy.source.itemsize
+        width = copy.target.shape[2] * size
+        numbers = (
+            copy.target.data_ptr() + copy.place * width,
+            copy.target.shape[1] * width,
+            copy.source.data_ptr() + copy.first * size,
+            copy.tap_stride * size,
+            copy.row_stride * size,
+            copy.target.shape[0],
+            copy.num_rows,
+        )
+        by_width.setdefault(width, []).append(numbers)
+    for width, alike in by_width.items():
+        _gather(alike, width)
+
+
+def _gather(numbers: Sequence[Numbers], width: int) -> None:
+    """Copy with the native library; `width` and all strides are in bytes."""
+    native = library()
+    assert native is not None, "there is only torch to copy with"
+    rows = sum([copy[5] * copy[6] for copy in numbers])
+    native.gather_rows(numbers, width, threads_for(rows * width))
+
+
+def _copy_by_torch(copies: Sequence[RowCopy]) -> None:
+    targets, sources = [], []
+    for copy in copies:
+        target = copy.target.narrow(1, copy.place, copy.num_rows)
+        strides = copy.tap_stride, copy.row_stride, 1
+        first = copy.source.storage_offset() + copy.first
+        targets.append(target)
+        sources.append(copy.source.as_strided(target.shape, strides, first))
+    torch._foreach_copy_(targets, sources)
+
+
+PIECE_BYTES = 2 << 20
+"""Minimum number of bytes per thread."""
+
+
+def threads_for(num_bytes: int) -> int:
+    """The number of threads to use for a copy of `num_bytes`."""
+    return max(1, min(copy_threads(), num_bytes // PIECE_BYTES))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
-from vllm.v1.capture.memory.row_copy import num_threads
+from vllm.v1.residual.machine import copy_threads
 
 logger = init_logger(__name__)
 
@@ -88,7 +88,7 @@ def populate(file: int, memory: npt.NDArray[np.uint8]) -> None:
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     address, size = memory.ctypes.data, memory.nbytes
     advise(address, size, MADV_HUGEPAGE)  # May be unsupported; ignored.
-    share = cdiv(cdiv(size, num_threads()), mmap.PAGESIZE) * mmap.PAGESIZE
+    share = cdiv(cdiv(size, copy_threads()), mmap.PAGESIZE) * mmap.PAGESIZE
     piece = min(share, POPULATED)
 
     def populate_from(start: int) -> int:
@@ -97,7 +97,7 @@ def populate(file: int, memory: npt.NDArray[np.uint8]) -> None:
         return ctypes.get_errno() if failed else 0
 
     # The kernel clears the pages, on the thread that asks for them.
-    with ThreadPoolExecutor(num_threads(), "capture-populate") as pool:
+    with ThreadPoolExecutor(copy_threads(), "capture-populate") as pool:
         errors = set(pool.map(populate_from, range(0, size, piece))) - {0}
     if EINVAL in errors:  # Linux before 5.14
         os.posix_fallocate(file, 0, size)

@@ -26,8 +26,9 @@ from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.v1.capture.delivery.row_bytes import write_all
 from vllm.v1.capture.memory.budget import BUDGET
-from vllm.v1.capture.memory.row_copy import num_threads, threads_for
+from vllm.v1.capture.memory.buffer_pool import threads_for
 from vllm.v1.capture.transport.parts import Part
+from vllm.v1.residual.machine import copy_threads
 
 logger = init_logger(__name__)
 
@@ -182,7 +183,7 @@ def in_parallel(tasks: Sequence[Callable[[], object]]) -> None:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(num_threads() - 1, 1), "capture-copy")
+    return ThreadPoolExecutor(max(copy_threads() - 1, 1), "capture-copy")
 
 
 def shared_out(parts: Sequence[Part], count: int) -> list[list[Part]]:

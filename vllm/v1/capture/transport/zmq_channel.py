@@ -247,15 +247,7 @@ class Inbox:
         )
         self._thread.start()
         if not bounded:
-            INBOXES[self.address] = self
-
-    def take(self, message: Message) -> None:
-        """Handle a message, on any thread; never raises."""
-        try:
-            self._handle(message)
-        except Exception:
-            # One bad message must not stop those of other requests.
-            logger.exception("A message about captured rows was not understood")
+            INBOXES[self.address] = handle
 
     def _run(self) -> None:
         decoder = MsgpackDecoder(
@@ -269,13 +261,14 @@ class Inbox:
                 continue
             try:
                 frames: Any = self._socket.recv_multipart(copy=False)
-                self.take(decoder.decode(frames))
+                self._handle(decoder.decode(frames))
             except ConnectionError as error:
                 if monotonic() > quiet_until:  # Thousands may follow.
                     logger.error("Captured rows were lost on their way: %s", error)
                 quiet_until = monotonic() + QUIET_SECONDS
             except Exception:
-                logger.exception("A message about captured rows cannot be decoded")
+                # One bad message must not stop those of other requests.
+                logger.exception("A message about captured rows was not understood")
             finally:
                 self._borrower.end_message()
         self._socket.close()
@@ -304,10 +297,10 @@ class Inbox:
         ending.join(timeout=2)
 
 
-INBOXES: dict[str, Inbox] = {}
-"""The unbounded inboxes of this process, by address.
+INBOXES: dict[str, Callable[[Message], None]] = {}
+"""What takes the messages of the unbounded inboxes of this process, by address.
 
 If the engine core runs in the process of its `LLM`, results with rows are passed by a
-call of `take`. Only the channel keeps messages of one worker in order and limits them,
+call of it. Only the channel keeps messages of one worker in order and limits them,
 so rows for driver-side consumers, streamed rows and counters use it here too.
 """

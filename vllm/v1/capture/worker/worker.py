@@ -448,7 +448,7 @@ class WorkerCapture:
         # it gets a copy, or a private mapping, as it does from another process.
         if inbox is not None and alone and isinstance(rows, GroupedRows):
             how = result.status, result.error
-            inbox.take(ResultMessage(request_id, instance, stage, *how, rows))
+            inbox(ResultMessage(request_id, instance, stage, *how, rows))
         else:
             message = ResultMessage.of(request_id, instance, stage, result)
             self._outbox.send(reply_to, message)
