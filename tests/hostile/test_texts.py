@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from tests.entrypoints.test_steering_routes import VECTORS
 from vllm.entrypoints.serve.utils.request_body import _bounded, short_errors
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.arrays import as_array
 from vllm.v1.steering.spec.files import read_module
+from vllm.v1.steering.spec.table import as_array
 
 LONG = "x" * 1_000_000
 

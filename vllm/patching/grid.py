@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from vllm.patching.alignment import Alignment
 from vllm.v1.residual.bounds import listed, shown
+from vllm.v1.residual.layer_selectors import parse_layers
 from vllm.v1.residual.numbers import is_integer
-from vllm.v1.residual.selectors import as_list, parse_layers
+from vllm.v1.residual.selectors import as_list
 from vllm.v1.residual.tap import hook_name, why_not
 from vllm.v1.steering.errors import fail
 

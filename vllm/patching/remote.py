@@ -12,7 +12,7 @@ from vllm.patching.offline import OnCell, progress_bar
 from vllm.patching.planning import OWN, Sweep
 from vllm.patching.result import PatchResult, Skipped
 from vllm.v1.residual.selectors import as_list
-from vllm.v1.steering.spec.arrays import Array, as_array
+from vllm.v1.steering.spec.table import Array, as_array
 
 if TYPE_CHECKING:
     from clearbox_client import Client

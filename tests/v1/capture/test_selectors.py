@@ -16,7 +16,7 @@ from vllm.v1.capture.types import (
     min_captured_prompt_position,
     spec_touches_prompt,
 )
-from vllm.v1.residual.row_selection import resolve_positions
+from vllm.v1.residual.selectors import resolve_positions
 from vllm.v1.residual.spans import LAST_ROW, OPEN_END
 
 WHERE = "capture.test"

@@ -53,6 +53,7 @@ def test_what_is_loaded_fits_into_the_room_for_vectors(
     steps: list[tuple[str, int, int]], sizes: list[int]
 ) -> None:
     slots = Slots(3, room=7)
+    slots.taken = 2
     loaded: dict[int, int] = {}  # bytes of the workers' content of each slot
     users: set[str] = set()
     for action, number, config in steps:
@@ -60,8 +61,8 @@ def test_what_is_loaded_fits_into_the_room_for_vectors(
         if action == "release":
             slots.release(user)
             users.discard(user)
-        elif user not in users and slots.has_room(digest, size, taken=2):
-            for emptied in slots.make_room(digest, size, taken=2):
+        elif user not in users and slots.has_room(digest, size):
+            for emptied in slots.make_room(digest, size):
                 loaded[emptied] = 0
             slot, is_new = slots.acquire(user, digest, size)
             if is_new:
@@ -71,7 +72,7 @@ def test_what_is_loaded_fits_into_the_room_for_vectors(
             assert sum(loaded.values()) + 2 <= 7
     for user in users:
         slots.release(user)
-    assert all(slots.has_room("other", size, taken=2) for size in range(6))
+    assert all(slots.has_room("other", size) for size in range(6))
 
 
 def test_rows_of_slots_are_distinct_and_leave_the_first_three() -> None:

@@ -11,7 +11,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.capture.results import RowsByTap
-from vllm.v1.residual.selectors import parse_layers
+from vllm.v1.residual.layer_selectors import parse_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,7 +14,7 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import as_list
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.arrays import unpack_array
+from vllm.v1.steering.spec.packed import unpack_array
 from vllm.v1.steering.spec.parse import Parsed
 
 PACKED_KEYS = ("dtype", "shape", "layer_indices", "data", "bounds", "strengths")

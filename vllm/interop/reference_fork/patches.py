@@ -13,8 +13,9 @@ from typing import Any
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.spec.arrays import Array, is_packed, unpack_array
+from vllm.v1.steering.spec.packed import unpack_array
 from vllm.v1.steering.spec.parse import MAX_ENTRIES, Parsed
+from vllm.v1.steering.spec.table import Array, is_packed
 
 FIELD, VECTORS = "patch", "patch_vectors"
 PLACE = ("layer", "hook", "dest_position")

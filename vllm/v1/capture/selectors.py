@@ -10,9 +10,9 @@ from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.residual.bounds import count_values, shown
 from vllm.v1.residual.heads import parse_heads
 from vllm.v1.residual.plain_data import fault_of, plain
-from vllm.v1.residual.row_selection import parse_hooks, resolve_positions
+from vllm.v1.residual.row_selection import parse_hooks
 from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
-from vllm.v1.residual.selectors import parse_positions
+from vllm.v1.residual.selectors import parse_positions, resolve_positions
 from vllm.v1.residual.spans import absolute
 from vllm.v1.residual.tap import shape_of
 

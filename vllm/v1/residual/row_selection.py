@@ -5,15 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias
 
-from vllm.v1.residual.bounds import counted, shown
+from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.layer_selectors import parse_layers
 from vllm.v1.residual.numbers import Fail
-from vllm.v1.residual.selectors import (
-    PositionName,
-    first_outside,
-    parse_layers,
-    parse_positions,
-)
-from vllm.v1.residual.spans import LAST_ROW, OPEN_END, Spans, merged
+from vllm.v1.residual.selectors import PositionName
 from vllm.v1.residual.tap import (
     AFTER,
     HOOK_NAMES,
@@ -167,48 +162,4 @@ def _hook(name: Any, selector: Any, where: str, fail: Fail) -> tuple[str, Any]:
         f"{list(HOOK_NAMES)}, and addresses such as post_block.3{did_you_mean(name)}",
         where,
         name,
-    )
-
-
-def resolve_positions(raw: Any, ctx: CaptureContext, where: str, fail: Fail) -> Spans:
-    """The ranges of token positions that a selector stands for.
-
-    With P prompt tokens a request has rows 0 to P+N-2, N being the number of
-    tokens it generates; ranges of generated positions are open at the end.
-    """
-    prompt = ctx.num_prompt_tokens
-    found = parse_positions(raw, where, fail)
-    match found:
-        case "last_prompt":
-            return ((prompt - 1, prompt),)
-        case "all_prompt":
-            return ((0, prompt),)
-        case "all_generated":
-            return ((prompt, OPEN_END),)
-        case "last_generated":
-            return ((prompt, LAST_ROW),)
-        case "all":
-            return ((0, OPEN_END),)
-    end = OPEN_END if ctx.max_tokens is None else prompt + ctx.max_tokens - 1
-    outside = first_outside(found, prompt, end)
-    if outside is not None and outside < 0:
-        raise fail(
-            f"{where}: position {outside} from the prompt's end lies before its "
-            f"start; the prompt has {counted(prompt, 'token')}",
-            where,
-            outside,
-        )
-    if outside is not None:
-        raise fail(
-            f"{where}: with {counted(prompt, 'prompt token')} and "
-            f"max_tokens={ctx.max_tokens} the last row is at position {end - 1} "
-            "(the last token is never fed back); leave the position out or raise "
-            "max_tokens",
-            where,
-            outside,
-        )
-    return merged(
-        (max(first + shift, 0), stop + shift)
-        for first, stop in found
-        for shift in (prompt if first < 0 else 0,)
     )

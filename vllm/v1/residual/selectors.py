@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar of position and layer selectors, for capture and steering.
+"""The grammar of position selectors, for capture and steering.
 
-Positions: a list of token positions, of which negative ones count from the prompt's
-end; `{"last": k}`, the last k tokens of the prompt; `{"ranges": [[first, last], ...]}`,
-both included; or one of `POSITION_NAMES`.
-
-Layers: an index, or its text; a text of indices and ranges such as `"0,4-7"`; `"all"`;
-a list of these; or `{"layers": [...], "ranges": [[first, last], ...]}`.
+A list of token positions, of which negative ones count from the prompt's end;
+`{"last": k}`, the last k tokens of the prompt; `{"ranges": [[first, last], ...]}`, both
+included; or one of `POSITION_NAMES`.
 
 This module imports neither torch nor anything of capture or steering, because
 `vllm.sampling_params` imports it.
 """
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from vllm.v1.residual.bounds import listed, shown
+from vllm.v1.residual.bounds import counted
 from vllm.v1.residual.numbers import Fail, is_integer
-from vllm.v1.residual.spans import FARTHEST, Spans, merged, spans_of
+from vllm.v1.residual.spans import (
+    FARTHEST,
+    LAST_ROW,
+    OPEN_END,
+    Spans,
+    merged,
+    spans_of,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.residual.row_selection import CaptureContext
 
 PositionName = Literal[
     "all", "last_prompt", "all_prompt", "all_generated", "last_generated"
@@ -33,8 +39,6 @@ POSITION_NAMES: tuple[PositionName, ...] = (
 
 MAX_POSITIONS = 1 << 16
 """Most positions of a list, and most ranges of one selector."""
-
-_RANGE = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
 
 
 def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
@@ -75,6 +79,50 @@ def parse_positions(raw: Any, at: str, fail: Fail) -> PositionName | Spans:
                 value,
             )
     return spans_of(int(position) for position in raw)
+
+
+def resolve_positions(raw: Any, ctx: "CaptureContext", where: str, fail: Fail) -> Spans:
+    """The ranges of token positions that a selector stands for.
+
+    With P prompt tokens a request has rows 0 to P+N-2, N being the number of
+    tokens it generates; ranges of generated positions are open at the end.
+    """
+    prompt = ctx.num_prompt_tokens
+    found = parse_positions(raw, where, fail)
+    match found:
+        case "last_prompt":
+            return ((prompt - 1, prompt),)
+        case "all_prompt":
+            return ((0, prompt),)
+        case "all_generated":
+            return ((prompt, OPEN_END),)
+        case "last_generated":
+            return ((prompt, LAST_ROW),)
+        case "all":
+            return ((0, OPEN_END),)
+    end = OPEN_END if ctx.max_tokens is None else prompt + ctx.max_tokens - 1
+    outside = first_outside(found, prompt, end)
+    if outside is not None and outside < 0:
+        raise fail(
+            f"{where}: position {outside} from the prompt's end lies before its "
+            f"start; the prompt has {counted(prompt, 'token')}",
+            where,
+            outside,
+        )
+    if outside is not None:
+        raise fail(
+            f"{where}: with {counted(prompt, 'prompt token')} and "
+            f"max_tokens={ctx.max_tokens} the last row is at position {end - 1} "
+            "(the last token is never fed back); leave the position out or raise "
+            "max_tokens",
+            where,
+            outside,
+        )
+    return merged(
+        (max(first + shift, 0), stop + shift)
+        for first, stop in found
+        for shift in (prompt if first < 0 else 0,)
+    )
 
 
 def first_outside(spans: Spans, num_prompt: int, end: int) -> int | None:
@@ -126,7 +174,7 @@ def _position_ranges(raw: Mapping[Any, Any], at: str, fail: Fail) -> Spans:
         raise fail(f"{at}: at most {MAX_POSITIONS} ranges", at, len(pairs))
     found = []
     for pair in pairs:
-        first, last = _pair(pair, f"{at}.ranges", fail)
+        first, last = parse_pair(pair, f"{at}.ranges", fail)
         if (first < 0) != (last < 0):
             raise fail(
                 f"{at}.ranges: both ends must count from the prompt's start, or both, "
@@ -138,7 +186,8 @@ def _position_ranges(raw: Mapping[Any, Any], at: str, fail: Fail) -> Spans:
     return merged(found)
 
 
-def _pair(pair: Any, at: str, fail: Fail) -> tuple[int, int]:
+def parse_pair(pair: Any, at: str, fail: Fail) -> tuple[int, int]:
+    """A pair `[first, last]` of a selector, both included."""
     pair = as_list(pair)
     is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
     if not is_pair or not all(map(is_index, pair)) or pair[0] > pair[1]:
@@ -149,106 +198,3 @@ def _pair(pair: Any, at: str, fail: Fail) -> tuple[int, int]:
             pair,
         )
     return int(pair[0]), int(pair[1])
-
-
-def parse_layers(
-    raw: Any, having: Sequence[int], num_layers: int, at: str, fail: Fail
-) -> list[int]:
-    """Parse a selector of layers; returns layer indices, sorted.
-
-    Args:
-        raw: the value that the user wrote.
-        having: the layers that may be selected, ascending.
-        num_layers: number of layers of the model.
-        at: the parameter's name in messages.
-        fail: creates the exception to raise.
-
-    """
-    found = _layer_spans(raw, having, at, fail)
-    if not found:
-        raise fail(f"{at} selects no layer; name one or leave it out", at, raw)
-    for first, last in found:
-        for layer in (first, last):
-            if not 0 <= layer < num_layers:
-                raise fail(
-                    f"{at}: layer {layer} is outside of this model's layers "
-                    f"0 to {num_layers - 1}; name one of them",
-                    at,
-                    layer,
-                )
-    layers = sorted({n for first, last in found for n in range(first, last + 1)})
-    known = set(having)
-    for layer in layers:
-        if layer not in known:
-            raise fail(
-                f"{at}: layer {layer} of this model does not have this hook "
-                f"point; these have it: {listed(having)}",
-                at,
-                layer,
-            )
-    return layers
-
-
-def _layer_spans(
-    raw: Any, having: Sequence[int], at: str, fail: Fail
-) -> list[tuple[int, int]]:
-    """Pairs of the first and the last layer, both included, not yet checked."""
-    if isinstance(raw, str):
-        if raw.strip() == "all":
-            return [(layer, layer) for layer in having]
-        return _written(raw, at, fail)
-    if isinstance(raw, Mapping):
-        if not raw or raw.keys() - {"layers", "ranges"}:
-            raise _no_layers(raw, at, fail)
-        layers = _a_list(raw.get("layers", []), f"{at}.layers", fail)
-        ranges = _a_list(raw.get("ranges", []), f"{at}.ranges", fail)
-        pairs = [_pair(pair, f"{at}.ranges", fail) for pair in ranges]
-        return [*_listed(layers, having, f"{at}.layers", fail), *pairs]
-    raw = as_list(raw)
-    if isinstance(raw, (list, tuple)):
-        return _listed(raw, having, at, fail)
-    if not is_integer(raw):
-        raise _no_layers(raw, at, fail)
-    return [(int(raw), int(raw))]
-
-
-def _listed(
-    raw: Sequence[Any], having: Sequence[int], at: str, fail: Fail
-) -> list[tuple[int, int]]:
-    spans: list[tuple[int, int]] = []
-    for value in raw:
-        if not isinstance(value, str) and not is_integer(value):
-            raise fail(f"{at}: a layer must be an integer", at, value)
-        spans += _layer_spans(value, having, at, fail)
-    return spans
-
-
-def _written(text: str, at: str, fail: Fail) -> list[tuple[int, int]]:
-    """Parse a text such as `"0,4-7"`."""
-    parts = [_RANGE.fullmatch(part) for part in text.split(",", MAX_POSITIONS)]
-    spans = []
-    for part in parts:
-        if part is None:
-            raise _no_layers(text, at, fail)
-        first, last = part.groups()
-        spans.append((int(first), int(first if last is None else last)))
-        if spans[-1][0] > spans[-1][1]:
-            raise fail(f"{at}: a range of layers needs first <= last", at, text)
-    return spans
-
-
-def _no_layers(raw: Any, at: str, fail: Fail) -> Exception:
-    return fail(
-        f"{at}: {shown(raw)} selects no layers; a layer is a 0-based index; give "
-        'a list of indices, a text such as "0,4-7", "all", or '
-        '{"layers": [...], "ranges": [[first, last], ...]}',
-        at,
-        raw,
-    )
-
-
-def _a_list(raw: Any, at: str, fail: Fail) -> Sequence[Any]:
-    raw = as_list(raw)
-    if not isinstance(raw, (list, tuple)):
-        raise fail(f"{at} must be a list", at, raw)
-    return raw

@@ -45,6 +45,8 @@ class Slots:
 
         """
         self._room = room
+        self.taken = 0
+        """Bytes of it that the operations of the engine's own vectors take."""
         self._sizes = [0] * num_slots
         """Bytes of operations' vectors in each slot's configuration."""
         self._held = self._used = 0
@@ -61,23 +63,22 @@ class Slots:
         """Number of slots with users."""
         return len(self._users) - len(self._idle)
 
-    def has_room(self, digest: str, size: int = 0, taken: int = 0) -> bool:
+    def has_room(self, digest: str, size: int = 0) -> bool:
         """Whether a request with this configuration can get a slot now.
 
         Args:
             digest: the configuration's digest.
             size: bytes of its operations' vectors.
-            taken: bytes of the vectors of global operations.
 
         """
         if digest in self._slot_of:
             return True
-        return bool(self._idle) and self._fits(self._used + size + taken)
+        return bool(self._idle) and self._fits(self._used + size)
 
     def _fits(self, size: int) -> bool:
-        return self._room is None or size <= self._room
+        return self._room is None or size + self.taken <= self._room
 
-    def make_room(self, digest: str, size: int, taken: int) -> list[int]:
+    def make_room(self, digest: str, size: int) -> list[int]:
         """Unload idle configurations until another one fits; returns the emptied slots.
 
         The content of the slot that the new configuration will take counts too: it is
@@ -85,7 +86,7 @@ class Slots:
         """
         if digest in self._slot_of:
             return []
-        needed = self._held + size + taken
+        needed = self._held + size
         emptied = []
         for slot in self._idle:
             if self._fits(needed):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The batch of a step, as the two model runners store it."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.step_view import StepView
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.model_runner import BatchReqState
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -69,12 +69,18 @@ def _starts_on_device(
 def first_rows(
     logits: torch.Tensor | None,
     input_batch: "InputBatch",
-    scheduler_output: "SchedulerOutput",
+    drafts: Mapping[str, Sequence[int]],
 ) -> torch.Tensor | None:
-    """The first row of logits of each request (V1 runner), which is not a draft's."""
-    drafts = scheduler_output.scheduled_spec_decode_tokens
-    if logits is None or not drafts:
-        return logits
+    """The first row of logits of each request (V1 runner), which is not a draft's.
+
+    Args:
+        logits: `[rows, vocabulary]`; None on ranks that have none.
+        input_batch: the batch.
+        drafts: the draft tokens of each request that has any.
+
+    """
+    if logits is None:
+        return None
     counts = [1 + len(drafts.get(req_id, ())) for req_id in input_batch.req_ids]
     first = np.cumsum([0, *counts[:-1]])
     return logits[torch.from_numpy(first).to(logits.device)]

@@ -24,7 +24,7 @@ from vllm.v1.capture.types import CaptureSpec
 from vllm.v1.readouts.frontend.admission import ReadoutAdmission
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, TapGroup
 from vllm.v1.residual.module_info import KnownModules
-from vllm.v1.steering.spec.arrays import as_array
+from vllm.v1.steering.spec.table import as_array
 
 WIDTH, LAYERS = 8, 4
 ROW_BYTES = WIDTH * torch.float32.itemsize

@@ -26,7 +26,7 @@ from vllm import LLM
 pytestmark = pytest.mark.e2e
 
 ROOT, OURS = Path(vllm.__file__).parent, Path(__file__).parents[4] / "vllm"
-MOST_OF_A_VECTOR, MOST_OF_A_PROBE = 15, 29
+MOST_OF_A_VECTOR, MOST_OF_A_PROBE = 12, 24
 
 
 def functions(llm: LLM, seed: int, **fields: Any) -> dict[str, set[str]]:

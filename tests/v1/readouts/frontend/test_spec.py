@@ -14,7 +14,7 @@ from vllm.v1.readouts.frontend.rules import parse_stops
 from vllm.v1.readouts.frontend.spec import parse_readout
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.readout_plan import Readout, Refusals, RowPart
-from vllm.v1.steering.spec.arrays import as_array
+from vllm.v1.steering.spec.table import as_array
 
 CONTEXT = CaptureContext(
     VllmInternalRequestId("r"),

@@ -83,9 +83,7 @@ def test_stages_compute_or_send_each_row_once(
     assert sorted(done) == sorted(taps)
 
 
-def test_a_row_that_no_hook_point_provides_is_not_read() -> None:
-    norm = readout("norm", block(1))
-    assert Stages().share(norm, set(block(1))).here == ()
+def test_a_stage_without_rows_of_a_lens_sends_none() -> None:
     lens = readout("lens", block(0, 3))
     share = Stages(STARTS, 2).share(lens, set())
     assert share.sent is None and share.joined == lens

@@ -14,7 +14,7 @@ from vllm.v1.capture.results import GroupedRows, RowsByTap
 from vllm.v1.capture.selectors import parse_spec
 from vllm.v1.capture.types import CaptureContext, CaptureKey, CaptureSpec
 from vllm.v1.residual.plain_data import plain
-from vllm.v1.residual.row_selection import resolve_positions
+from vllm.v1.residual.selectors import resolve_positions
 from vllm.v1.residual.spans import OPEN_END, Spans
 from vllm.v1.residual.tap import width_at
 

@@ -5,7 +5,6 @@ After admission nothing fails because of user input.
 """
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
@@ -21,13 +20,14 @@ from vllm.v1.capture.errors import (
 )
 from vllm.v1.capture.frontend.step_consumers import StepSpecs
 from vllm.v1.capture.selectors import check_range, check_size, check_text, within_reach
-from vllm.v1.capture.types import CaptureContext, CaptureSpec, capture_context
+from vllm.v1.capture.types import CaptureContext, CaptureSpec, contexts_of
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
-from vllm.v1.residual.row_selection import parse_after, resolve_positions
+from vllm.v1.residual.row_selection import parse_after
+from vllm.v1.residual.selectors import resolve_positions
 from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import AFTER, Tap, behind, other_widths, shape_of
@@ -86,7 +86,7 @@ class Admission:
         self.capabilities = capabilities_of(consumers)
         self._vllm_config = vllm_config
         self._hook_points = dict(hook_points)
-        self.context = partial(capture_context, vllm_config, self._hook_points)
+        self.context = contexts_of(vllm_config, self._hook_points)
         """The facts about a request that consumers validate its spec with."""
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
             row_bytes(vllm_config.model_config)
@@ -95,7 +95,7 @@ class Admission:
         self._global_specs = self._read_global_specs()
         self.readouts = readouts
         self._steps = StepSpecs(vllm_config)
-        self._steps.check(self.context("start-up", 1, None))
+        self._steps.check(self.context("start-up", 1))
 
     @property
     def captures_everything(self) -> list[str]:
@@ -109,7 +109,7 @@ class Admission:
             if spec is not None:
                 # Layers and hooks do not depend on the request, so mistakes in them
                 # are found at start-up.
-                taps = self._taps(spec, self.context("start-up", 1, None), name)
+                taps = self._taps(spec, self.context("start-up", 1), name)
                 self._check_taps(len(taps))
                 specs[name] = spec
         return specs
@@ -146,7 +146,12 @@ class Admission:
         asks = params.capture, params.readouts, params.stop_when
         if not (self._global_specs or self._steps) and all(one is None for one in asks):
             return None
-        ctx = self.context(request_id, num_prompt_tokens, params.max_tokens, params.n)
+        ctx = self.context(
+            request_id,
+            num_prompt_tokens,
+            max_tokens=params.max_tokens,
+            num_samples=params.n,
+        )
         keep_when: dict[str, Any] = {}
         after: dict[str, Any] = {}
         if params.capture is not None:

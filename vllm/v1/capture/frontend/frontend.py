@@ -265,8 +265,8 @@ class CaptureFrontend(NoCapture):
                 lambda: self._admission.context(
                     state.request_id,
                     plan.num_prompt_tokens,
-                    params.max_tokens,
-                    plan.num_samples,
+                    max_tokens=params.max_tokens,
+                    num_samples=plan.num_samples,
                 ),
             )
 

@@ -13,8 +13,8 @@ from vllm.v1.residual.row_selection import (
     CaptureContext,
     CaptureSpec,
     parse_taps,
-    resolve_positions,
 )
+from vllm.v1.residual.selectors import resolve_positions
 from vllm.v1.residual.sizes import stage_starts
 from vllm.v1.residual.tap import Tap, width_at
 

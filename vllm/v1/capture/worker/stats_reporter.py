@@ -56,7 +56,7 @@ class Reporter:
         self._stage = stage
         self._lanes = lanes
         self._outbox = outbox
-        self._addresses: dict[str, bool] = {}
+        self.addresses: dict[str, bool] = {}
         """Front ends in order of registration; whether each has the latest counters."""
         self._said: bytes = b""
         self._reforwarded = 0
@@ -65,10 +65,6 @@ class Reporter:
             target=self._run, name="capture-report", daemon=True
         )
         self._thread.start()
-
-    def know(self, address: str) -> None:
-        """Report to the front end at `address` from now on."""
-        self._addresses.setdefault(address, False)
 
     def add_reforwarded(self, tokens: int) -> None:
         """Count cached prompt tokens that are recomputed because they are captured."""
@@ -93,11 +89,11 @@ class Reporter:
         )
         now = msgspec.msgpack.encode(message)
         changed, self._said = now != self._said, now
-        for number, (address, knows) in enumerate(list(self._addresses.items())):
+        for number, (address, knows) in enumerate(list(self.addresses.items())):
             if changed or not knows:
                 message.adds = number == 0
                 self._outbox.send(address, message)
-                self._addresses[address] = True
+                self.addresses[address] = True
 
     def _memory(self) -> MemoryCounters:
         """The host memory that this process holds for rows or has lent."""

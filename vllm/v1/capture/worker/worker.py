@@ -41,7 +41,7 @@ from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import INBOXES, Outbox, ResultMessage
-from vllm.v1.capture.types import CaptureResult, capture_context
+from vllm.v1.capture.types import CaptureResult, contexts_of
 from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CaptureEnd, CapturePlan
@@ -293,7 +293,7 @@ class WorkerCapture:
             if any(group.readers for group in groups):
                 self._delivered.add(req_id)
             if self._takes_rows:
-                self._reporter.know(plan.reply_to)
+                self._reporter.addresses.setdefault(plan.reply_to, False)
             if plan.lanes:
                 specs = client_specs or {}
                 self._open(req_id, plan, groups, prompt_token_ids, specs, max_tokens)
@@ -361,14 +361,15 @@ class WorkerCapture:
         lanes = {n: one for n in names if (one := self._lanes[n]).remembers}
         if not lanes:
             return
-        config, points = self._vllm_config, self._config.hook_points or {}
-        context = capture_context(
-            config,
-            {layer: tuple(names) for layer, names in points.items()},
+        points = self._config.hook_points or {}
+        contexts = contexts_of(
+            self._vllm_config, {layer: tuple(own) for layer, own in points.items()}
+        )
+        context = contexts(
             req_id,
             plan.num_prompt_tokens,
-            max_tokens,
-            plan.num_samples,
+            max_tokens=max_tokens,
+            num_samples=plan.num_samples,
         )
         for name, lane in lanes.items():
             lane.open(req_id, specs[name], context)
@@ -415,7 +416,7 @@ class WorkerCapture:
     def report_to(self, address: str) -> None:
         """Report counters to the front end at `address` from now on."""
         if self._takes_rows:
-            self._reporter.know(address)
+            self._reporter.addresses.setdefault(address, False)
 
     def note_reforwarded(self, tokens: int) -> None:
         """Count cached tokens that the step recomputes because they are captured."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from vllm.v1.readouts.errors import ReadoutValidationError, fail
 from vllm.v1.residual.heads import parse_heads
+from vllm.v1.residual.layer_selectors import parse_layers
 from vllm.v1.residual.module_info import ModuleInfo
 from vllm.v1.residual.numbers import Fail, is_integer
 from vllm.v1.residual.readout_plan import Readout, Refusals, RowPart
@@ -21,9 +22,8 @@ from vllm.v1.residual.row_selection import (
     parse_after,
     parse_hooks,
     parse_taps,
-    resolve_positions,
 )
-from vllm.v1.residual.selectors import parse_layers
+from vllm.v1.residual.selectors import resolve_positions
 from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.tap import AFTER, PointShape, Tap, parse_address, shape_of
 

@@ -78,7 +78,7 @@ class Stages:
         here, sent, joined = [], None, None
         for stage, part in self.parts(readout):
             if self._stages(part) == {stage}:
-                if stage == self.own and local >= {*part.staged}:
+                if stage == self.own:
                     here.append(part)
                 continue
             if own := tuple(tap for tap in part.staged if tap in local):

@@ -49,6 +49,7 @@ from vllm.v1.readouts.worker.stages import (
     Joined,
     JoinedSet,
     ReceivedStageMessage,
+    Share,
     StageMessage,
     Stages,
     make_joined_set,
@@ -200,7 +201,9 @@ class WorkerReadouts:
                 # It was unregistered meanwhile; the final result reports the missing
                 # tokens.
                 continue
-            share = self._stages.share(one, local)
+            share = Share((one,))
+            if len(self._stages.starts) > 1:
+                share = self._stages.share(one, local)
             readouts += share.here
             keys += [self._key(part) for part in share.here]
             if share.sent is not None:

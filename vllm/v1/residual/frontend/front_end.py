@@ -38,7 +38,7 @@ from vllm.v1.steering.frontend.frontend import (
 )
 from vllm.v1.steering.frontend.name_sync import FollowedNames
 from vllm.v1.steering.receipts import Receipt
-from vllm.v1.steering.spec.arrays import as_array
+from vllm.v1.steering.spec.table import as_array
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput

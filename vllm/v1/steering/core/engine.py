@@ -129,7 +129,7 @@ def hold_steering(
     if steering.held is not None:
         return False
     new = _checked(core, msgspec.convert(change, SteeringTiers), replace)
-    steering.held = HeldChange(holder, steering.tiers, new)
+    steering.change(steering.tiers, HeldChange(holder, steering.tiers, new))
     return True
 
 
@@ -161,7 +161,7 @@ def release_steering(core: "EngineCore", holder: str, undo: bool) -> None:
         if undo and steering.tiers is not held.old:
             _apply(core, held.old)
     finally:
-        steering.held = None
+        steering.change(steering.tiers, None)
 
 
 def _steering(core: "EngineCore") -> SteeringScheduling:
@@ -198,7 +198,7 @@ def _apply(core: "EngineCore", new: SteeringTiers) -> None:
     steering = _steering(core)
     old = steering.tiers
     _change_on_workers(core, new)
-    steering.tiers = new
+    steering.change(new, steering.held)
     EngineSteering.set(new)
     change(scheduler.requests.values(), scheduler.hash_block_size)
     changes_prompts = old.prefill_digest != new.prefill_digest

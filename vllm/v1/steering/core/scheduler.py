@@ -108,10 +108,10 @@ class SteeringScheduling:
             return (self.tiers,)
         return self.held.old, self.held.new
 
-    @property
-    def _taken(self) -> int:
-        """Bytes of the operations' vectors that the global configuration takes."""
-        return max(one.bank_bytes for one in self.possible)
+    def change(self, tiers: SteeringTiers, held: HeldChange | None) -> None:
+        """Set the global vectors, and the change of them that is being prepared."""
+        self.tiers, self.held = tiers, held
+        self.slots.taken = max(one.bank_bytes for one in self.possible)
 
     def new_step(self) -> None:
         """Begin the scheduling of a step."""
@@ -125,8 +125,7 @@ class SteeringScheduling:
         if self._most_loads is not None and not self._blocked:
             self._blocked = len(self._step.loads) >= self._most_loads
         if not self._blocked:
-            size, taken = tiers.bank_bytes, self._taken
-            self._blocked = not self.slots.has_room(tiers.digest, size, taken)
+            self._blocked = not self.slots.has_room(tiers.digest, tiers.bank_bytes)
             if self._blocked:
                 self._unsent[WAITING] += 1
                 self._say_blocked()
@@ -150,7 +149,7 @@ class SteeringScheduling:
         if tiers is None:
             return
         digest, size = tiers.digest, tiers.bank_bytes
-        for emptied in self.slots.make_room(digest, size, self._taken):
+        for emptied in self.slots.make_room(digest, size):
             self._step.loads.append((emptied, NO_STEERING))
         slot, is_new = self.slots.acquire(request.request_id, digest, size)
         if is_new:

@@ -23,15 +23,12 @@ from vllm.v1.steering.plan import (
     operation,
 )
 from vllm.v1.steering.spec.arrays import (
-    Array,
-    check_finite,
     direction,
     plane,
     read_rows,
     row_numbers,
     rows,
     shares,
-    vector,
     vector_or_number,
     write_rows,
 )
@@ -45,14 +42,17 @@ from vllm.v1.steering.spec.matrix import (
 from vllm.v1.steering.spec.sources import with_rows
 from vllm.v1.steering.spec.table import (
     REQUIRED,
+    Array,
     Key,
     Table,
     Values,
     as_written,
+    check_finite,
     flag,
     number,
     one_of,
     read,
+    vector,
 )
 from vllm.v1.steering.spec.when import check_known, parse_when
 

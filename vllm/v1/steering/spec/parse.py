@@ -10,8 +10,9 @@ import torch
 from msgspec import structs
 
 from vllm.v1.residual.bounds import shown
+from vllm.v1.residual.layer_selectors import parse_layers
 from vllm.v1.residual.numbers import layer_index
-from vllm.v1.residual.selectors import as_list, parse_layers
+from vllm.v1.residual.selectors import as_list
 from vllm.v1.residual.tap import (
     HOOK_NAMES,
     INNER_POINTS,
@@ -25,12 +26,13 @@ from vllm.v1.residual.tap import (
 )
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Operation, Vector
-from vllm.v1.steering.spec.arrays import Array, check_finite, is_packed, unpack_array
 from vllm.v1.steering.spec.entry import Entry, parse_entry
 from vllm.v1.steering.spec.matrix import ALL_GENERATED, joined_rows
 from vllm.v1.steering.spec.named import NONE_NAMED, NamedFiles
+from vllm.v1.steering.spec.packed import unpack_array
 from vllm.v1.steering.spec.placement import ONE_RANK, Placement
 from vllm.v1.steering.spec.sources import NO_SOURCES, Sources
+from vllm.v1.steering.spec.table import Array, check_finite, is_packed
 
 HOOKS = tuple(name for name in HOOK_NAMES if name not in READ_ONLY)
 
@@ -110,7 +112,7 @@ def parse_vectors(raw: Any, model: SteeredModel, where: str) -> Parsed:
             "shape", "layer_indices", "data", "scales"?}`, or `{address: entry}`. An
             entry is a vector, an object with the keys of `entry.KEYS`, or a list of
             such objects. A vector is a list, a numpy array or a tensor. Layers and
-            addresses are those of `residual/selectors.py` and `tap.py`.
+            addresses are those of `layer_selectors.py` and `tap.py`.
         model: the model that the vectors must fit.
         where: the parameter's name in messages, such as `steering_vectors`.
 

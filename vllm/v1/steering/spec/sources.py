@@ -14,7 +14,8 @@ from vllm.v1.residual.spans import NAMED, selected
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import SteeringTiers
-from vllm.v1.steering.spec.arrays import Array, from_bfloat16
+from vllm.v1.steering.spec.packed import from_bfloat16
+from vllm.v1.steering.spec.table import Array
 
 if TYPE_CHECKING:
     from vllm.v1.steering.spec.parse import SteeredModel

@@ -14,7 +14,6 @@ from vllm.v1.residual.tap import Tap, resolve_tap, why_not, width_at
 from vllm.v1.steering.conditions import SCOPES, Condition, Scope, is_known_at
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
-from vllm.v1.steering.spec.arrays import parse_vector
 from vllm.v1.steering.spec.table import (
     REQUIRED,
     Key,
@@ -24,6 +23,7 @@ from vllm.v1.steering.spec.table import (
     flag,
     number,
     one_of,
+    parse_vector,
     read,
 )
 

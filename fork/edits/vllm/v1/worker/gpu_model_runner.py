@@ -89,7 +89,8 @@ self.residual.begin_step(num_tokens_padded)
             scope="GPUModelRunner._bookkeeping_sync",
             anchor=f"{function}(logits)",
             by=f"{function}("
-            "residual_views.first_rows(logits, self.input_batch, scheduler_output))",
+            "residual_views.first_rows(logits, self.input_batch, drafts) "
+            "if (drafts := scheduler_output.scheduled_spec_decode_tokens) else logits)",
             why="With draft tokens a request has several rows.",
         )
         for function in ("count_nans_per_row", "self._get_nans_in_logits")
