@@ -347,15 +347,13 @@ def _sites(cls: LayerClass, rule: Rule, traces: list[Trace]) -> tuple[Site, ...]
 
 
 def _conditional(sites: list[Site], rule: Rule) -> list[Site]:
-    return [
-        site.on_condition(rule.partial_when[site.point])
-        if site.point in rule.partial_when
-        else site.followed_by(_behind(site, rule))
-        for site in sites
-    ]
-
-
-def _behind(site: Site, rule: Rule) -> tuple[str, ...]:
-    if site.point == BLOCK:
-        return rule.last
-    return rule.first if site.is_first else ()
+    found = []
+    for site in sites:
+        if site.point in rule.partial_when:
+            condition = rule.partial_when[site.point]
+            found.append(replace(site, method="pair", condition=condition))
+        elif site.point == BLOCK:
+            found.append(replace(site, then=rule.last))
+        else:
+            found.append(replace(site, then=rule.first if site.is_first else ()))
+    return found

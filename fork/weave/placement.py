@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import libcst as cst
 
@@ -45,14 +45,6 @@ class Site:
     def is_first(self) -> bool:
         """Whether the call precedes everything else in its method."""
         return isinstance(self.statement, cst.FunctionDef) and self.point == PRE
-
-    def on_condition(self, condition: str) -> Site:
-        """The same site, with a partial sum only if `condition` is true."""
-        return replace(self, method="pair", condition=condition)
-
-    def followed_by(self, statements: tuple[str, ...]) -> Site:
-        """The same site, followed by `statements`."""
-        return replace(self, then=statements)
 
 
 def place(
@@ -138,7 +130,8 @@ def _after_mixer(
         if event.kind not in ("fused", "add"):
             continue
         held = event.held()
-        if mixers <= held and _holds_entry(held) and not held & mlps:
+        enters = any(term.role is Role.ENTRY for term in held)
+        if mixers <= held and enters and not held & mlps:
             fused = event.kind == "fused"
             reduces = fused and "reduce" in event.label
             return Site(
@@ -152,10 +145,6 @@ def _after_mixer(
         return Site(POST, leaving.method, leaving.arguments, leaving.statement)
     partial = any(_reduced(t, mixers) for t in traces)
     return _parallel(trace, mixers, mlps, partial)
-
-
-def _holds_entry(terms: Iterable[Term]) -> bool:
-    return any(term.role is Role.ENTRY for term in terms)
 
 
 def _reduced(trace: Trace, mixers: set[Term]) -> bool:

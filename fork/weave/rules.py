@@ -18,10 +18,10 @@ class Anchor:
     """A call placed by hand: `arguments = residual_tap.method(self, point, ...)`."""
 
     point: str
-    method: str
-    arguments: tuple[str, ...]
     statement: str
     """Beginning of the statement at which to insert; exactly one must match."""
+    method: str = "pair"
+    arguments: tuple[str, ...] = ("hidden_states", "residual")
     after: bool = False
     within: str = "forward"
     """The method of the class that has the statement."""
@@ -246,8 +246,6 @@ RULES: Mapping[str, Rule] = {
         anchors=(
             Anchor(
                 point="pre_attn",
-                method="pair",
-                arguments=("hidden_states", "residual"),
                 statement="input_is_sequence_parallel = (",
                 after=True,
             ),
@@ -267,8 +265,6 @@ RULES: Mapping[str, Rule] = {
         anchors=(
             Anchor(
                 point="post_attn",
-                method="pair",
-                arguments=("hidden_states", "residual"),
                 statement="hidden_states, residual = self.post_attention_layernorm[0](",
             ),
         ),
@@ -280,14 +276,10 @@ RULES: Mapping[str, Rule] = {
         anchors=(
             Anchor(
                 point="post_attn",
-                method="pair",
-                arguments=("hidden_states", "residual"),
                 statement="if not self._is_no_op_ffn:",
             ),
             Anchor(
                 point="post_block",
-                method="pair",
-                arguments=("hidden_states", "residual"),
                 statement="return hidden_states, residual",
             ),
         ),

@@ -46,7 +46,8 @@ def worker(layers: range) -> FaultyWorker:
         scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
     )
     taps = [(layer, hook) for layer in layers for hook in POINTS]
-    return FaultyWorker(config, taps, WIDTH, torch.float32, torch.device("cpu"))
+    device = torch.device("cpu")
+    return FaultyWorker(config, taps, WIDTH, torch.float32, device, {}.__getitem__)
 
 
 class Core:

@@ -8,20 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.residual.receipts import WAITING
-from vllm.v1.steering.core import prefix_cache
+from vllm.v1.steering.core import prefix_cache, scheduler
 from vllm.v1.steering.core.prefix_cache import EngineSteering, extra_keys
-from vllm.v1.steering.core.scheduler import (
-    HeldChange,
-    SteeringScheduling,
-    take_vectors_off,
-)
-from vllm.v1.steering.plan import (
-    NO_STEERING,
-    SteeringTiers,
-    operation,
-    pack,
-    tiers_of,
-)
+from vllm.v1.steering.core.scheduler import SteeringScheduling, take_vectors_off
+from vllm.v1.steering.plan import NO_STEERING, SteeringTiers, pack, tiers_of
 
 
 def request(name: str, config: int | None) -> Any:
@@ -64,21 +54,12 @@ def test_a_step_loads_only_its_share_of_the_slots() -> None:
 
 
 def test_the_engines_operations_leave_less_room_for_those_of_requests() -> None:
-    steering = SteeringScheduling(num_slots=2, bank_bytes=48)
-    operations = [
-        operation((0, "post_block"), "clamp", np.ones(n), 1.0, (0.0, 0.0), False, None)
-        for n in (8, 4, 8)
-    ]
-    large, small, own = (SteeringTiers(base=pack({}, [one])) for one in operations)
+    steering = SteeringScheduling(num_slots=1, bank_bytes=48)
+    small, large = (mock.Mock(bank_bytes=size) for size in (16, 32))
+    steering.change(small, scheduler.HeldChange("another's", small, large))
+    assert not steering.slots.has_room("a request's", 20)
     steering.change(small, None)
-    waiting = request("large", None)
-    waiting.sampling_params._steering = own
-    assert steering.admits(waiting)
-    steering.change(small, HeldChange("other", small, large))
-    assert not steering.admits(waiting), "the held change may be made"
-    steering.change(small, None)
-    steering.new_step()
-    assert steering.admits(waiting)
+    assert steering.slots.has_room("a request's", 20)
 
 
 def test_workers_are_not_sent_the_vectors_of_requests() -> None:

@@ -18,6 +18,7 @@ from tests.v1.steering.worker.test_phase import (
     WIDTH,
     Requests,
     begun,
+    phase_of,
     tiers,
     view,
     worker,
@@ -28,7 +29,6 @@ from vllm.v1.steering.plan import Operation, operation
 from vllm.v1.steering.spec.matrix import row_positions
 from vllm.v1.steering.worker.bank import Bank
 from vllm.v1.steering.worker.matrix_programs import Stretch, Template
-from vllm.v1.steering.worker.phase import Phase
 
 
 def matrix(positions: Any, seed: int = 0, tap: Any = TAP) -> list[Operation]:
@@ -83,7 +83,7 @@ def test_each_token_gets_the_row_of_its_position(
 def test_a_kernel_reads_the_addresses_of_a_stretch(position: int, token: int) -> None:
     """Filled templates equal the words of a program with that offset."""
     operations = [*matrix([3, 4, 5, 6]), *matrix([6, 5, 4, 3], 1, OTHER)]
-    phase = Phase(operations, {}, {TAP, OTHER}, WIDTH, CPU)
+    phase = phase_of(operations)
     active = frozenset({0, 1})
     words = Template(phase, active).written(Stretch(phase, active, 9, position, token))
     programs = []
@@ -101,7 +101,7 @@ def test_tensors_that_a_program_joins_stay_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the rows of several features of one SAE, which are copied together."""
-    phase = Phase(matrix([0, 1]), {}, {TAP}, WIDTH, CPU)
+    phase = phase_of(matrix([0, 1]))
     ((number, made),) = phase.numbered(TAP, frozenset({0}))
     joined = [replace(made, read=made.read.clone())]
     alive = ref(joined[0].read)
@@ -111,7 +111,7 @@ def test_tensors_that_a_program_joins_stay_alive(
 
 
 def test_phases_and_configurations_share_what_is_on_the_device() -> None:
-    bank = Bank(lambda tap: WIDTH, CPU, 16)
+    bank = Bank(lambda tap: WIDTH, CPU, 16, {}.__getitem__)
     (one,) = matrix([0, 1])
     first, second = bank.fetch([one]), bank.fetch([one])
     assert first[0] is second[0]

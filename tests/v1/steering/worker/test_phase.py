@@ -2,6 +2,7 @@
 """The programs of a step's tokens, and their effect, compared with float64."""
 
 import ctypes
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tests.support.programs import run
 from vllm.v1.residual.spans import spans_of
 from vllm.v1.residual.step_view import StepView
+from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import (
     Operation,
     PackedVectors,
@@ -21,7 +23,8 @@ from vllm.v1.steering.plan import (
     operation,
     pack,
 )
-from vllm.v1.steering.slots import SteeringStep
+from vllm.v1.steering.slots import SteeringStep, prefill_row
+from vllm.v1.steering.worker.doses import Route
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.worker import WorkerSteering
 
@@ -48,14 +51,25 @@ def tiers(**named: list[Operation]) -> SteeringTiers:
     )
 
 
-def worker() -> WorkerSteering:
+def phase_of(operations: list[Operation], added: Any = ()) -> Phase:
+    tables = worker().tables
+    tables.load(0, SteeringTiers(pack(dict(added), operations)))
+    return tables.phases[prefill_row(0)]
+
+
+def worker(
+    taps: Sequence[Tap] = (TAP, OTHER),
+    width: int = WIDTH,
+    dtype: torch.dtype = torch.float32,
+    route: Route = Route.OUTPUT,
+) -> WorkerSteering:
     config: Any = SimpleNamespace(
         steering_config=SimpleNamespace(num_rows=11, bank_bytes=0),
         capture_config=SimpleNamespace(takes_actions=False),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )
-    return WorkerSteering(config, [TAP, OTHER], WIDTH, torch.float32, CPU)
+    return WorkerSteering(config, taps, width, dtype, CPU, {}.__getitem__, route)
 
 
 Requests = list[tuple[int, int, int]]
@@ -228,7 +242,7 @@ def test_programs_equal_the_float64_reference(kinds: list, adds: bool) -> None:
             fields["norm_match"] = match
         ops.append(made(op, positions, seed, scale=scale, **fields))
     ordered = in_order(ops)
-    phase = Phase(ops, {TAP: added.numpy()} if adds else {}, [TAP], WIDTH, CPU)
+    phase = phase_of(ops, {TAP: added.numpy()} if adds else {})
     for place, row in enumerate(stream):
         acting = [
             number

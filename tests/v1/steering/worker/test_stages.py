@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gates and doses that cross three pipeline stages, with ranks in this process."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,13 +8,13 @@ import pytest
 import torch
 
 from tests.v1.steering.worker.test_phase import (
-    CPU,
     WIDTH,
     Requests,
     begun,
     made,
     tiers,
     view,
+    worker,
 )
 from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.model_executor.layers.residual.program_op import intervene_rows
@@ -33,14 +32,7 @@ PROBE = torch.eye(WIDTH)[0]
 
 
 def stage(layers: tuple[int, ...], route: Route) -> WorkerSteering:
-    config: Any = SimpleNamespace(
-        steering_config=SimpleNamespace(num_rows=11, bank_bytes=0),
-        capture_config=SimpleNamespace(takes_actions=False),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
-    )
-    taps = [(layer, "post_block") for layer in layers]
-    return WorkerSteering(config, taps, WIDTH, torch.float32, CPU, doses=route)
+    return worker([(layer, "post_block") for layer in layers], route=route)
 
 
 def gated(acts: int, reads: int, scope: Scope, in_prompt: bool = False) -> Operation:

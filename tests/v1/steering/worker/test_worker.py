@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.v1.steering.worker import test_phase
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT, Launch
 from vllm.model_executor.layers.residual.tap import ResidualTap
 from vllm.v1.residual.step_view import StepView
@@ -52,19 +52,8 @@ def test_positions_decide_between_prefill_and_decode_rows(requests: list) -> Non
     assert (found.tolist(), found.dtype) == (expected, np.int32)
 
 
-def config() -> Any:
-    return SimpleNamespace(
-        steering_config=SimpleNamespace(num_rows=7, bank_bytes=0),
-        capture_config=SimpleNamespace(takes_actions=False),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
-    )
-
-
 def worker() -> tuple[WorkerSteering, ResidualTap]:
-    steering = WorkerSteering(
-        config(), [TAP], WIDTH, torch.float32, torch.device("cpu")
-    )
+    steering = test_phase.worker([TAP], WIDTH)
     tap = ResidualTap(None, None, None, *steering.tensors(TAP))
     return steering, tap
 
@@ -96,7 +85,7 @@ def start(steering: WorkerSteering, name: str, slot: int, load: Any = None) -> N
 
 def test_what_taps_read_is_aligned_so_that_compiled_code_copies_nothing() -> None:
     taps = [(layer, "post_block") for layer in range(5)]
-    steering = WorkerSteering(config(), taps, 3, torch.bfloat16, torch.device("cpu"))
+    steering = test_phase.worker(taps, 3, torch.bfloat16)
     for tap in taps:
         tensors = filter(torch.is_tensor, steering.tensors(tap))
         assert not any(t.data_ptr() % ALIGNMENT for t in tensors)

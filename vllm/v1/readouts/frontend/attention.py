@@ -31,7 +31,9 @@ def parse_attention(spec: Spec) -> Readout:
             f"with full a readout has one layer, and this names {len(taps)}; give a "
             "readout for each, or top_k in place of full",
         )
-    keys = spec.integers("keys", _last_row(spec), "positions")
+    ctx = spec.ctx
+    rows = ctx.num_prompt_tokens + max((ctx.max_tokens or 1) - 1, 0)
+    keys = spec.integers("keys", rows, "positions")
     chosen = [key for key in ("top_k", "keys", "full") if spec.raw.get(key)]
     if len(chosen) > 1:
         raise spec.fail(chosen[1], f"give it or {chosen[0]}, not both")
@@ -95,11 +97,6 @@ def _components(spec: Spec, layers: list[int]) -> tuple[int, ...]:
     if len(set(heads)) < len(heads):
         raise spec.fail("heads", "a head is named twice, whose part would count twice")
     return heads
-
-
-def _last_row(spec: Spec) -> int:
-    """The number of positions that a request has rows for."""
-    return spec.ctx.num_prompt_tokens + max((spec.ctx.max_tokens or 1) - 1, 0)
 
 
 def _check_has_queries(spec: Spec) -> None:

@@ -314,7 +314,8 @@ def make_joined_set(
     ]
     jobs = []
     for job, index in joined_jobs(places, joined, further):
-        own = next((one for one in rest if _is_followed(job, one)), None)
+        alike = (one for one in rest if job.key[0] == "lens" and one.key == job.key)
+        own = next(alike, None)
         if own is not None:
             moved = [replace(e, first=e.first + len(index)) for e in own.entries]
             job = Job(job.key, [*job.entries, *moved])
@@ -324,10 +325,6 @@ def make_joined_set(
     own_places = [own for _, own in places]
     count = sum(one[3] * len(one[4]) for own in own_places for one in own)
     return JoinedSet(own_places, shifts, job_set, jobs, count)
-
-
-def _is_followed(job: Job, own: Job) -> bool:
-    return job.key[0] == "lens" and own.key == job.key
 
 
 def joined_jobs(

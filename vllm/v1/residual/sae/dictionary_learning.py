@@ -6,7 +6,6 @@ store matrices as `[out, in]`; the others as `[in, out]`. A threshold that train
 never set is negative; ReLU is applied before it, so it has no effect.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,11 @@ from vllm.v1.residual.sae.fold import RawSAE
 from vllm.v1.residual.sae.record import SAEPlace
 
 CONFIG, WEIGHTS = "config.json", "ae.pt"
+_ADDING = ("AutoEncoderNew", "JumpReluAutoEncoder")
+"""Classes that encode rows as they are, without the decoder's bias subtracted."""
+_WITH_THRESHOLD = ("JumpReluAutoEncoder", "BatchTopKSAE", "MatryoshkaBatchTopKSAE")
+_OTHERS = ("AutoEncoder", "AutoEncoderTopK", "GatedAutoEncoder")
+_CLASSES = {*_ADDING, *_WITH_THRESHOLD, *_OTHERS}
 
 
 def read_dictionary_learning(folder: Path) -> RawSAE:
@@ -35,72 +39,31 @@ def read_dictionary_learning(folder: Path) -> RawSAE:
     if kind not in _CLASSES:
         raise bad_file(folder, f"dict_class {kind!r} is not one of {sorted(_CLASSES)}")
     tensors = read_tensors(path)
-    raw = RawSAE(w_enc=_encoder(tensors, path), w_dec=_decoder(tensors, path))
-    _CLASSES[kind](raw, tensors, path)
+    raw = RawSAE(
+        w_enc=_matrix(tensors, path, "W_enc", "encoder.weight"),
+        w_dec=_matrix(tensors, path, "W_dec", "decoder.weight"),
+        b_dec=take(tensors, path, "b_dec", "decoder_bias", "decoder.bias", "bias"),
+        subtracts_b_dec=kind not in _ADDING,
+        reads=_place(trainer),
+        model=str(trainer.get("lm_name") or ""),
+    )
+    if kind == "GatedAutoEncoder":
+        names = ("r_mag", "mag_bias", "gate_bias")
+        r_mag, b_mag, b_gate = (take(tensors, path, name) for name in names)
+        raw.gate = (r_mag, b_mag, b_gate)
+    else:
+        raw.b_enc = take(tensors, path, "encoder.bias", "b_enc")
+    if kind in _WITH_THRESHOLD:
+        raw.threshold = take(tensors, path, "threshold")
     if kind == "AutoEncoderTopK":
         raw.selection, raw.k = "topk", _k(trainer, tensors, path)
-    raw.reads = _place(trainer)
-    raw.model = str(trainer.get("lm_name") or "")
     return raw
 
 
-def _encoder(tensors: Tensors, path: Path) -> torch.Tensor:
-    if "W_enc" in tensors:
-        return take(tensors, path, "W_enc")
-    return take(tensors, path, "encoder.weight").T
-
-
-def _decoder(tensors: Tensors, path: Path) -> torch.Tensor:
-    if "W_dec" in tensors:
-        return take(tensors, path, "W_dec")
-    return take(tensors, path, "decoder.weight").T
-
-
-def _standard(raw: RawSAE, tensors: Tensors, path: Path) -> None:
-    raw.b_enc = take(tensors, path, "encoder.bias")
-    raw.b_dec = take(tensors, path, "bias")
-    raw.subtracts_b_dec = True
-
-
-def _april(raw: RawSAE, tensors: Tensors, path: Path) -> None:
-    raw.b_enc = take(tensors, path, "encoder.bias")
-    raw.b_dec = take(tensors, path, "decoder.bias")
-
-
-def _gated(raw: RawSAE, tensors: Tensors, path: Path) -> None:
-    names = ("r_mag", "mag_bias", "gate_bias")
-    r_mag, b_mag, b_gate = (take(tensors, path, name) for name in names)
-    raw.gate = (r_mag, b_mag, b_gate)
-    raw.b_dec = take(tensors, path, "decoder_bias")
-    raw.subtracts_b_dec = True
-
-
-def _jumprelu(raw: RawSAE, tensors: Tensors, path: Path) -> None:
-    raw.b_enc = take(tensors, path, "b_enc")
-    raw.b_dec = take(tensors, path, "b_dec")
-    raw.threshold = take(tensors, path, "threshold")
-
-
-def _topk(raw: RawSAE, tensors: Tensors, path: Path) -> None:
-    raw.b_enc = take(tensors, path, "encoder.bias", "b_enc")
-    raw.b_dec = take(tensors, path, "b_dec")
-    raw.subtracts_b_dec = True
-
-
-def _batch_topk(raw: RawSAE, tensors: Tensors, path: Path) -> None:
-    _topk(raw, tensors, path)
-    raw.threshold = take(tensors, path, "threshold")
-
-
-_CLASSES: dict[str, Callable[[RawSAE, Tensors, Path], None]] = {
-    "AutoEncoder": _standard,
-    "AutoEncoderNew": _april,
-    "GatedAutoEncoder": _gated,
-    "JumpReluAutoEncoder": _jumprelu,
-    "AutoEncoderTopK": _topk,
-    "BatchTopKSAE": _batch_topk,
-    "MatryoshkaBatchTopKSAE": _batch_topk,
-}
+def _matrix(tensors: Tensors, path: Path, name: str, linear: str) -> torch.Tensor:
+    """A matrix `[in, out]`, or that of a linear layer transposed."""
+    found = take(tensors, path, name, linear)
+    return found if name in tensors else found.T
 
 
 def _k(trainer: dict[str, Any], tensors: Tensors, path: Path) -> int:

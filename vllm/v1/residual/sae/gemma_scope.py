@@ -10,8 +10,6 @@ do not subtract b_dec. The path contains the SAE's place, such as
 import re
 from pathlib import Path
 
-import torch
-
 from vllm.v1.residual.sae.files import (
     bad_file,
     read_settings,
@@ -37,7 +35,8 @@ def read_gemma_scope(folder: Path) -> RawSAE:
     if w_dec.ndim == 3:
         raise bad_file(path, "a cross-layer transcoder, which writes to several layers")
     reads, writes = _places(folder.absolute())
-    scale = _embedding_scale(reads, w_enc)
+    # SAEs of embeddings were trained before Gemma scales these by sqrt(d).
+    scale = w_enc.shape[0] ** 0.5 if reads.name == "embedding" else 1.0
     skip = take_optional(tensors, path, "affine_skip_connection")
     return RawSAE(
         w_enc=w_enc / scale,
@@ -50,11 +49,6 @@ def read_gemma_scope(folder: Path) -> RawSAE:
         writes=writes,
         model=_model(folder),
     )
-
-
-def _embedding_scale(reads: SAEPlace, w_enc: torch.Tensor) -> float:
-    """The factor for SAEs of embeddings, trained before Gemma scales by sqrt(d)."""
-    return float(w_enc.shape[0] ** 0.5) if reads.name == "embedding" else 1.0
 
 
 def _model(folder: Path) -> str:

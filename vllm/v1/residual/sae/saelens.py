@@ -67,7 +67,8 @@ def read_saelens_sae(folder: Path) -> RawSAE:
         threshold=_threshold(tensors, path, architecture),
         input_norm=_norm(config, folder),
         in_scale=_in_scale(config, folder),
-        subtracts_b_dec=_subtracts(config, architecture),
+        subtracts_b_dec="transcoder" not in architecture
+        and bool(config.get("apply_b_dec_to_input", True)),
         by_decoder_norm=bool(config.get("rescale_acts_by_decoder_norm", False)),
         reads=_place(config, ""),
         model=str(config.get("model_name") or ""),
@@ -154,12 +155,6 @@ def _in_scale(config: dict[str, Any], folder: Path) -> float:
             "SAELens' fold_activation_norm_scaling_factor and save the SAE again",
         )
     return float(factor)
-
-
-def _subtracts(config: dict[str, Any], architecture: str) -> bool:
-    return "transcoder" not in architecture and bool(
-        config.get("apply_b_dec_to_input", True)
-    )
 
 
 def _k(config: dict[str, Any], folder: Path) -> int:

@@ -212,8 +212,8 @@ class Bank:
         self,
         width_at: Callable[[Tap], int],
         device: torch.device,
-        num_bytes: int = 0,
-        saes: SAEs | None = None,
+        num_bytes: int,
+        saes: SAEs,
     ) -> None:
         """Reserve `num_bytes` on the device; `width_at` has each hook point's width."""
         self._width_at = width_at
@@ -239,7 +239,10 @@ class Bank:
         }
         tables = {width: one.upload(self._device) for width, one in vectors.items()}
         made = {
-            digest: Kept(draft(tables[widths[digest]]), self._carried(missing[digest]))
+            digest: Kept(
+                draft(tables[widths[digest]]),
+                carried_instruction(missing[digest], self._saes),
+            )
             for digest, draft in drafts.items()
         }
         self._kept.update(made)
@@ -248,9 +251,5 @@ class Bank:
     def _drafted(self, one: Operation, vectors: Vectors) -> Draft:
         if one.details.feature is None:
             return _draft(one, vectors)
-        assert self._saes is not None, "admission has checked the SAEs"
         made = feature_instruction(one, self._saes)
         return lambda table: made
-
-    def _carried(self, one: Operation) -> Instruction | None:
-        return None if self._saes is None else carried_instruction(one, self._saes)

@@ -75,15 +75,13 @@ def gated(
     ]
 
 
-def probe_of(
-    gate: Gate, vector: torch.Tensor, fired: FiredCounts | None = None
-) -> Instruction:
+def probe_of(gate: Gate, vector: torch.Tensor, fired: FiredCounts) -> Instruction:
     """Create the instruction that decides a gate.
 
     Args:
         gate: the condition and its column.
         vector: the probe, float32 `[1, hidden_size]` on the device.
-        fired: counts the tokens at which the condition fires; None to count none.
+        fired: counts the tokens at which the condition fires.
 
     """
     condition = gate.condition
@@ -105,7 +103,7 @@ def probe_of(
         c2=condition.threshold,
         c3=1.0 if condition.above else -1.0,
         gate=gate.column,
-        fired=None if fired is None or is_held else fired.of(condition),
+        fired=None if is_held else fired.of(condition),
     )
 
 

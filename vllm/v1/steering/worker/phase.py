@@ -73,47 +73,34 @@ class Phase:
 
     def __init__(
         self,
-        operations: Sequence[Operation],
+        readers: Iterable[Reader],
+        deciding: Sequence[Gate],
         added: Mapping[Tap, Vector],
         taps: Collection[Tap],
         width: int,
-        device: torch.device,
-        bank: Bank | None = None,
-        gates: Sequence[Gate | None] = (),
-        columns: Sequence[int] = (),
-        deciding: Sequence[Gate] = (),
-        memory: DoseMemory | None = None,
-        fired: FiredCounts | None = None,
-        values: torch.Tensor | None = None,
+        bank: Bank,
+        fired: FiredCounts,
+        values: torch.Tensor,
+        memory: DoseMemory | None,
     ) -> None:
         """Compile the phase and place it on the device.
 
         Args:
-            operations: all operations of the phase, the engine's before a request's.
+            readers: all operations of the phase, the engine's before a request's.
+            deciding: gates for later tokens that this phase decides.
             added: the vectors added at each token, by hook point of any stage.
             taps: the hook points of this process.
             width: hidden size of the residual stream.
-            device: device of the residual stream.
-            bank: the store of operations' vectors; None for a private one.
-            gates: the gate of each operation, or None; empty if none has one.
-            columns: the column of the transcoder's activation that each operation
-                uses, or `NO_GATE`; empty if none uses one.
-            deciding: gates for later tokens that this phase decides.
+            bank: the store of operations' vectors.
+            fired: counts the tokens at which conditions fire.
+            values: `[tokens, GATE_COLUMNS]`, the gates of the step's tokens, on the
+                device.
             memory: for the doses of its tokens; None if they are not measured.
-            fired: counts the tokens at which conditions fire; None to count none.
-            values: `[tokens, GATE_COLUMNS]`, the gates of the step's tokens; needed for
-                `columns`.
 
         """
         self._values = values
-        count = len(operations)
-        found = zip(
-            operations,
-            gates or [None] * count,
-            columns or [NO_GATE] * count,
-            strict=True,
-        )
-        every = sorted(found, key=lambda each: place_of(each[0]))
+        self._fired = fired
+        every = sorted(readers, key=lambda each: place_of(each[0]))
         self.crossing = crossing_of(every, taps)
         """What is exchanged with other pipeline stages."""
         self._here = frozenset(taps)
@@ -133,11 +120,11 @@ class Phase:
             gate.condition.tap for gate in self._deciding
         )
         """Taps at which programs also perform the plain additions."""
-        self.device = device
-        self._kept = self._fetched(bank or Bank(lambda tap: width, device))
+        self.device = values.device
+        self._kept = self._fetched(bank)
         self._instructions = {n: self._kept[n].instruction for n in self._acting}
         summed = self.taps if memory is None else self._here
-        self._probes, self._sums = self._uploaded(added, summed, width, fired)
+        self._probes, self._sums = self._uploaded(added, summed, width)
         self.effects: tuple[Effect, ...] = ()
         """What all stages measure at each token, if anything is measured."""
         self.doses = torch.empty(0, 0)
@@ -147,7 +134,7 @@ class Phase:
         """By positions, the numbers of the operations that act there only."""
         self.by_row = frozenset(n for n in self._acting if self.operations[n].num_rows)
         """The numbers of operations with one row per position."""
-        self.deciding = self._decided(self._deciding, fired)
+        self.deciding = self._decided(self._deciding)
         """The gates that the prompt decides for later tokens."""
         decided = in_columns(self._decided_here)
         held = [gate for gate in decided if gate.condition.scope != "token"]
@@ -160,7 +147,7 @@ class Phase:
             if _is_latched(gate) and not gate.condition.in_prompt
         )
         """The held columns that a generated token opens for all later ones."""
-        self.spreading = self._decided(in_prompt, fired)
+        self.spreading = self._decided(in_prompt)
         """The gates that any token opens for later ones, also of the same step."""
         self.fixed = self._placed(self.taps.union(self._sums), frozenset())
         """The programs of tokens on which no operation with positions acts."""
@@ -183,7 +170,6 @@ class Phase:
         added: Mapping[Tap, Vector],
         summed: Collection[Tap],
         width: int,
-        fired: FiredCounts | None,
     ) -> tuple[dict[Gate, Instruction], dict[Tap, Instruction]]:
         """Upload the probes of gates, and the additions at the hook points `summed`."""
         vectors = {width: Vectors(width)}
@@ -197,20 +183,14 @@ class Phase:
         }
         tables = {size: one.upload(self.device) for size, one in vectors.items()}
         made = {
-            gate: probe_of(gate, tables[size][at : at + 1], fired)
+            gate: probe_of(gate, tables[size][at : at + 1], self._fired)
             for gate, (size, at) in probes.items()
         }
         return made, {tap: draft(tables[width]) for tap, draft in sums.items()}
 
-    def _decided(
-        self, gates: Iterable[Gate], fired: FiredCounts | None
-    ) -> tuple[Deciding, ...]:
+    def _decided(self, gates: Iterable[Gate]) -> tuple[Deciding, ...]:
         return tuple(
-            Deciding(
-                gate,
-                0 if fired is None else fired.place(gate.condition),
-                self._probes[gate].doses,
-            )
+            Deciding(gate, self._fired.place(gate.condition), self._probes[gate].doses)
             for gate in gates
         )
 
@@ -359,7 +339,6 @@ class Phase:
             if made.kind == Kind.PROBE:
                 yield -1, replace(made, gate=column)
             else:
-                assert self._values is not None, "there is a column"
                 yield -1, replace(made, doses=self._values[:, column])
 
     def _sae_of(self, number: int) -> str:
@@ -387,9 +366,6 @@ def _by_positions(operations: Sequence[Operation]) -> dict[Spans, frozenset[int]
         if one.positions is not None:
             found.setdefault(one.positions, []).append(number)
     return {spans: frozenset(numbers) for spans, numbers in found.items()}
-
-
-NO_PHASE = Phase((), {}, (), 0, torch.device("cpu"))
 
 
 def special_rows(

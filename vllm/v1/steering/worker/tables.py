@@ -13,7 +13,7 @@ from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
 from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.step_view import StepView
-from vllm.v1.residual.tap import INNER_POINTS, NO_SHAPES, Shapes, Tap, width_at
+from vllm.v1.residual.tap import INNER_POINTS, Shapes, Tap, width_at
 from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.plan import (
     NO_STEERING,
@@ -39,7 +39,7 @@ from vllm.v1.steering.worker.features import (
 )
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import Gate, deciding, gated
-from vllm.v1.steering.worker.phase import NO_PHASE, Phase
+from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.programs import ProgramIndex
 
 
@@ -108,8 +108,8 @@ class Row(NamedTuple):
 
     vectors: dict[Tap, Vector]
     """Vectors by tap; other taps get rows of zeros."""
-    phase: Phase
-    """Operations other than plain addition."""
+    phase: Phase | None
+    """Operations other than plain addition; None if there are none."""
 
 
 PhaseName: TypeAlias = Literal["prefill", "decode"]
@@ -132,9 +132,9 @@ class SteeringTables:
         dtype: torch.dtype,
         device: torch.device,
         num_tokens: int,
-        bank_bytes: int = 0,
-        saes: SAEs | None = None,
-        shapes: Shapes = NO_SHAPES,
+        bank_bytes: int,
+        saes: SAEs,
+        shapes: Shapes,
     ) -> None:
         self._taps = frozenset(taps)
         # Inside the block, programs perform plain additions as well.
@@ -223,11 +223,11 @@ class SteeringTables:
                 sent[id(vectors)] = self._where(vectors), self._on_device(vectors)
             of_taps.index_copy_(0, *sent[id(vectors)])
 
-    def _set_phase(self, row: int, phase: Phase) -> None:
+    def _set_phase(self, row: int, phase: Phase | None) -> None:
         self.phases.pop(row, None)
-        if not phase.is_empty:
+        if phase is not None and not phase.is_empty:
             self.phases[row] = phase
-        self.programs.write(row, phase.fixed)
+        self.programs.write(row, {} if phase is None else phase.fixed)
 
     def _where(self, taps: Iterable[Tap]) -> torch.Tensor:
         columns = [self._columns[tap] for tap in taps]
@@ -259,25 +259,21 @@ class SteeringTables:
             later += deciding(gated(own, [own.decode], MAX_CONDITIONS))
         memory = self._doses if own.receipt else None
         if not pairs and not later and (memory is None or not sums):
-            return Row(added, NO_PHASE)
+            return Row(added, None)
         for condition in (*shared.conditions, *own.conditions):
             self.fired.place(condition)  # In the same order at all pipeline stages.
-        operations, gates = zip(*pairs, strict=True) if pairs else ((), ())
         columns = carried_columns(shared, ours, ENGINES)
         columns += carried_columns(own, theirs, REQUESTS)
         made = Phase(
-            operations,
+            [(*pair, column) for pair, column in zip(pairs, columns, strict=True)],
+            later,
             sums,
             self._taps,
             self._width,
-            self._table.device,
             self.bank,
-            gates,
-            columns,
-            later,
-            memory,
             self.fired,
             self.programs.gates,
+            memory,
         )
         return Row({t: v for t, v in added.items() if t not in made.taps}, made)
 

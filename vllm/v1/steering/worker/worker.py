@@ -68,7 +68,7 @@ class WorkerSteering:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
-        saes: SAEs | None = None,
+        saes: SAEs,
         doses: Route = Route.OUTPUT,
         shapes: Shapes = NO_SHAPES,
     ) -> None:
@@ -92,9 +92,8 @@ class WorkerSteering:
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         budget = vllm_config.scheduler_config.max_num_batched_tokens
         size = max(budget, graphs) + PADDING
-        bank = vllm_config.steering_config.bank_bytes
         self.tables = SteeringTables(
-            taps, rows, width, dtype, device, size, bank, saes, shapes
+            taps, rows, width, dtype, device, size, config.bank_bytes, saes, shapes
         )
         self._vectors_of = TokenRows(size, device)
         self._programs_of = TokenRows(size, device)
