@@ -240,18 +240,15 @@ class Client:
 
     def capture_status(self) -> dict[str, Any]:
         """The server's consumers, limits, hook points and counters."""
-        answer: dict[str, Any] = self._ask("GET", "/v1/capture")
-        return answer
+        return self._told("/v1/capture")
 
     def steering(self) -> dict[str, Any]:
         """The global vectors, as `GET /v1/steering` returns them."""
-        answer: dict[str, Any] = self._ask("GET", "/v1/steering")
-        return answer
+        return self._told("/v1/steering")
 
     def modules(self) -> dict[str, Any]:
         """The named modules, as `GET /v1/steering/modules` returns them."""
-        answer: dict[str, Any] = self._ask("GET", "/v1/steering/modules")
-        return answer
+        return self._told("/v1/steering/modules")
 
     def set_steering(self, *, key: str | None = None, **fields: Any) -> dict[str, Any]:
         """Set the global vectors: `vectors`, `prefill_vectors`, `decode_vectors`."""
@@ -274,8 +271,7 @@ class Client:
 
     def readouts(self) -> dict[str, Any]:
         """The named probes, translators and SAEs, limits and counters."""
-        answer: dict[str, Any] = self._ask("GET", "/v1/readouts")
-        return answer
+        return self._told("/v1/readouts")
 
     def register_probe(
         self, name: str, path: str, *, replace: bool = False, key: str | None = None
@@ -312,6 +308,10 @@ class Client:
             "sae" if modules.get(name, {}).get("kind") == "sae" else "readouts/modules"
         )
         return self._change(f"/v1/{kind}/unregister", key, {"name": name})
+
+    def _told(self, path: str) -> dict[str, Any]:
+        answer: dict[str, Any] = self._ask("GET", path)
+        return answer
 
     def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
         return self._change(f"/v1/steering/{what}", key, fields)

@@ -17,52 +17,51 @@ SHOWN_VALUES = 5
 
 def table_of(rows: "Rows") -> str:
     """Position, token, norm and first values of each row, as an HTML table."""
-    head = "".join(
-        f"<th>{name}</th>" for name in ("position", "token", "norm", "first values")
-    )
-    lines = []
-    for number, position in enumerate(rows.positions[:MOST_LINES]):
-        values = " ".join(f"{v:.3g}" for v in rows.values[number][:SHOWN_VALUES])
-        cells = (
+    norms = rows.norms
+    lines = [
+        [
             str(position),
             label(rows, number),
-            f"{rows.norms[number]:.4g}",
-            values,
-        )
-        lines.append("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>")
-    more = len(rows) - len(lines)
-    note = f"<p>and {more} more</p>" if more > 0 else ""
-    place = f"layer {rows.layer}, {escape(rows.hook)}{_heads(rows)}"
+            f"{norms[number]:.4g}",
+            " ".join(f"{v:.3g}" for v in rows.values[number][:SHOWN_VALUES]),
+        ]
+        for number, position in enumerate(rows.positions[:MOST_LINES])
+    ]
+    place = f"layer {rows.layer}, {rows.hook}{_heads(rows)}"
     title = f"{place}: {rows.values.shape} {rows.dtype}"
-    return f"<b>{title}</b><table><tr>{head}</tr>{''.join(lines)}</table>{note}"
+    head = ["position", "token", "norm", "first values"]
+    return _table(title, head, lines, len(rows))
 
 
 def readout_of(readout: "Readout") -> str:
     """The arrays of a readout as an HTML table, one line per position."""
     names = list(readout.arrays)
     by_line = [len(readout.arrays[n]) == len(readout.positions) for n in names]
-    title = escape(f"{readout.kind} at {readout.taps}")
+    title = f"{readout.kind} at {readout.taps}"
     if not all(by_line):  # Reduced arrays have one value per tap.
         lines = [
             [str(tap), *(_short(readout.arrays[n][number]) for n in names)]
             for number, tap in enumerate(readout.taps)
         ]
-        head = ["tap", *names]
+        head, count = ["tap", *names], len(readout.taps)
     else:
         lines = [
             [str(position), *(_short(readout.arrays[n][number]) for n in names)]
             for number, position in enumerate(readout.positions[:MOST_LINES])
         ]
-        head = ["position", *names]
-    table = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
-        for line in lines
-    )
-    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
-    more = len(readout.positions) - MOST_LINES
-    note = f"<p>and {more} more</p>" if more > 0 and all(by_line) else ""
+        head, count = ["position", *names], len(readout.positions)
     error = f"<p>{escape(readout.error)}</p>" if readout.error else ""
-    return f"<b>{title}</b><table><tr>{heads}</tr>{table}</table>{note}{error}"
+    return _table(title, head, lines, count) + error
+
+
+def _table(title: str, head: list[str], lines: list[list[str]], count: int) -> str:
+    """An HTML table of some of `count` lines."""
+    rows = [
+        "<tr>" + "".join(f"<{kind}>{escape(c)}</{kind}>" for c in cells) + "</tr>"
+        for kind, cells in (("th", head), *(("td", line) for line in lines))
+    ]
+    note = f"<p>and {count - len(lines)} more</p>" if count > len(lines) else ""
+    return f"<b>{escape(title)}</b><table>{''.join(rows)}</table>{note}"
 
 
 def _short(values: "NDArray[Any]") -> str:

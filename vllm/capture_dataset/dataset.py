@@ -20,12 +20,6 @@ from vllm.v1.residual.tap import Tap
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def not_beside(facts: dict[str, Any]) -> list[str]:
-    """Columns of the table that differ between taps."""
-    readouts = from_facts(facts).values()
-    return ["layer", "hook", "values", *(one.name for one in readouts if one.taps)]
-
-
 class ParquetShard:
     """Reads Parquet files, with several row groups per tap."""
 
@@ -33,7 +27,9 @@ class ParquetShard:
         self._path = path
         self._file = pq.ParquetFile(path, memory_map=True)
         self._width = facts["model"]["hidden_size"]
-        self._not_beside = not_beside(facts)
+        by_tap = [one.name for one in from_facts(facts).values() if one.taps]
+        self._by_tap = {"layer", "hook", "values", *by_tap}
+        """Columns that differ between taps."""
         metadata = self._file.metadata
         self._sizes = [
             metadata.row_group(number).num_rows
@@ -46,7 +42,7 @@ class ParquetShard:
     def columns(self) -> pa.Table:
         """All columns except layer, hook and values: one line per row of any tap."""
         names = self._file.schema_arrow.names
-        names = [n for n in names if n not in self._not_beside]
+        names = [n for n in names if n not in self._by_tap]
         return self._file.read_row_groups(range(self._per_tap), columns=names)
 
     def values(self, tap: int, first: int, stop: int) -> torch.Tensor:

@@ -158,8 +158,5 @@ def _short(value: Any) -> str:
 
 def checksum(path: Path) -> str:
     """SHA-256 of a file."""
-    found = hashlib.sha256()
     with path.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()

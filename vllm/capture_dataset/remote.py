@@ -241,8 +241,7 @@ def _tensors(rows: RowSet, dtype: str) -> RowsByTap:
         if one.dtype != dtype:
             raise ValueError(f"{tap[1]}.{tap[0]} has values of dtype {one.dtype!r}")
         values = torch.from_numpy(one.stored).view(getattr(torch, dtype))
-        facts = {"positions": one.positions, "token_ids": [], "encoding": None}
-        found.put(tap, values, facts)
+        found.put(tap, values, {"positions": one.positions, "token_ids": []})
     return found
 
 

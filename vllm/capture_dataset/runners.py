@@ -226,8 +226,8 @@ def nothing_kept(taps: Iterable[Tap], model: ModelFacts) -> RowsByTap:
     rows = RowsByTap()
     dtype = getattr(torch, model.dtype)
     for tap in taps:
-        facts: dict[str, Any] = {"positions": [], "token_ids": [], "encoding": None}
-        rows.put(tap, torch.empty(0, model.hidden_size, dtype=dtype), facts)
+        none = torch.empty(0, model.hidden_size, dtype=dtype)
+        rows.put(tap, none, {"positions": [], "token_ids": []})
     return rows
 
 

@@ -50,8 +50,7 @@ def digest(path: Path, split: str | None = None, pattern: str = "*.arrow") -> st
     files = sorted(path.rglob(pattern)) if path.is_dir() else [path]
     for file in filter(Path.is_file, files):
         with file.open("rb") as opened:
-            while block := opened.read(1 << 20):
-                found.update(block)
+            hashlib.file_digest(opened, lambda: found)
     return found.hexdigest()
 
 

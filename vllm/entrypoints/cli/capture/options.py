@@ -22,6 +22,10 @@ from vllm.v1.residual.selectors import parse_positions
 from vllm.v1.residual.tap import HOOK_NAMES, did_you_mean, hook_name, parse_address
 
 COMPRESSIONS = ("none", "zstd", "lz4")
+COUNTS = (
+    *("limit", "truncate", "max_tokens", "shard_size", "context_size"),
+    *("concurrency", "ray_engines"),
+)
 Spec = TypeVar("Spec", SourceSpec, RowsSpec, OutputSpec)
 
 
@@ -238,19 +242,11 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         CaptureValidationError: an option's value is invalid, or options conflict.
 
     """
-    for name, least in (
-        ("limit", 1),
-        ("truncate", 1),
-        ("max_tokens", 1),
-        ("shard_size", 1),
-        ("context_size", 1),
-        ("concurrency", 1),
-        ("ray_engines", 1),
-    ):
+    for name in COUNTS:
         value = getattr(args, name)
-        if value is not None and value < least:
+        if value is not None and value < 1:
             option = f"--{name.replace('_', '-')}"
-            raise fail(f"{name}: {option} must be at least {least}", name, value)
+            raise fail(f"{name}: {option} must be at least 1", name, value)
     parse_positions(args.positions, "positions", fail)
     _resolve_hooks(args)
     if (args.model is None) == (args.server is None):
