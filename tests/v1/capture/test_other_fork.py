@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -200,7 +201,9 @@ def test_global_hooks_may_be_a_hook_point_and_its_layers(
     text: str, hooks: dict[str, list[int]]
 ) -> None:
     points = {layer: ["pre_attn", "post_attn", "post_block"] for layer in range(2)}
-    config: Any = SimpleNamespace(capture_config=CaptureConfig(hook_points=points))
+    config = MagicMock(capture_config=CaptureConfig(hook_points=points))
+    config.model_config.dtype = torch.float32
+    config.parallel_config.enable_expert_parallel = False
     given = parse_consumer(f"filesystem:root=/x,global_hooks={text}").params
     spec = global_spec(given["global_hooks"], "last_prompt", config, "filesystem")
     assert spec is not None and spec.hooks == hooks

@@ -15,7 +15,7 @@ from vllm.interop.head import received
 from vllm.interop.interp_engine.facts import ModelFacts
 from vllm.interop.interp_engine.lens import read_lenses
 from vllm.interop.interp_engine.reading import readable_tap
-from vllm.interop.interp_engine.steering import steering_of
+from vllm.interop.interp_engine.steering import Steering, steering_of
 from vllm.interop.interp_engine.types import (
     GenStep,
     LensStep,
@@ -91,11 +91,8 @@ class ServedModel(ModelFacts):
             ValueError: an argument is unsupported; the message names it.
 
         """
-        if not detach:
-            raise ValueError("detach=False: an engine keeps no gradients; leave it out")
-        steering = await asyncio.to_thread(
-            steering_of, self, steering_spec, prompt_token_ids
-        )
+        _check_detach(detach)
+        steering = await self._steered(steering_spec, prompt_token_ids)
         vectors = steering.vectors
         taps = {address_of(p, tap_of(p)): self._tap(p, vectors) for p in points}
         positions: Any = "all_prompt"
@@ -133,9 +130,7 @@ class ServedModel(ModelFacts):
             ValueError: an argument is unsupported; the message names it.
 
         """
-        steering = await asyncio.to_thread(
-            steering_of, self, steering_spec, prompt_token_ids
-        )
+        steering = await self._steered(steering_spec, prompt_token_ids)
         readouts: dict[str, Any] = {}
         for number, one in enumerate(directions):
             readouts |= await asyncio.to_thread(
@@ -220,8 +215,7 @@ class ServedModel(ModelFacts):
             ValueError: the shape is wrong, or the model has no such head.
 
         """
-        if not detach:
-            raise ValueError("detach=False: an engine keeps no gradients; leave it out")
+        _check_detach(detach)
         return (await self.decoded(residuals))[0]
 
     async def decoded(
@@ -303,9 +297,7 @@ class ServedModel(ModelFacts):
                 "jacobians: install them once with set_lens_jacobians, and name the "
                 "set in LensSpec.jacobian_set"
             )
-        steering = await asyncio.to_thread(
-            steering_of, self, steering_spec, prompt_token_ids
-        )
+        steering = await self._steered(steering_spec, prompt_token_ids)
         params = SamplingParams(
             # Rows exist for tokens that are fed back, so one more token is generated.
             max_tokens=max_tokens + 1,
@@ -345,9 +337,7 @@ class ServedModel(ModelFacts):
             top_p=top_p,
             presence_penalty=presence_penalty,
         )
-        steering = await asyncio.to_thread(
-            steering_of, self, steering_spec, prompt_token_ids, steer_generated
-        )
+        steering = await self._steered(steering_spec, prompt_token_ids, steer_generated)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=settings.temperature,
@@ -374,6 +364,13 @@ class ServedModel(ModelFacts):
     async def shutdown(self) -> None:
         """Stop the engine."""
         self.engine.shutdown()
+
+    async def _steered(
+        self, spec: Any, prompt_token_ids: Sequence[int], generated: bool = True
+    ) -> Steering:
+        """What a call is steered with, which is read on a thread."""
+        arguments = self, spec, prompt_token_ids, generated
+        return await asyncio.to_thread(steering_of, *arguments)
 
     async def _asked(self, method: str, *arguments: Any) -> list[torch.Tensor]:
         """Request tensors from the engine core."""
@@ -413,6 +410,11 @@ class ServedModel(ModelFacts):
             last = output
         assert last is not None, "an engine gives at least one output"
         return last
+
+
+def _check_detach(detach: bool) -> None:
+    if not detach:
+        raise ValueError("detach=False: an engine keeps no gradients; leave it out")
 
 
 def jacobian_module(name: str) -> str:

@@ -6,7 +6,7 @@ when the consumer is registered; all other code reads these records.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -68,16 +68,16 @@ class SinkCapabilities:
     A method that the sink does not define is None.
     """
 
-    truncates: bool
-    batches_steps: bool
-    max_call_seconds: float
-    submit_chunk_batch: Callable[[Sequence[CaptureChunk]], object] | None
-    submit_request_end: Callable[[str, Sequence[CaptureFinalize]], object] | None
-    when_done: Callable[[str, Callable[[], None]], object] | None
-    wait_for_result: Callable[[CaptureKey, float], CaptureResult | None] | None
-    rewritten_bytes: Callable[[], int] | None
-    row_encoder: EncoderOf | None
-    groups: GroupSink | None
+    truncates: bool = False
+    batches_steps: bool = False
+    max_call_seconds: float = 0.0
+    submit_chunk_batch: Callable[[Sequence[CaptureChunk]], object] | None = None
+    submit_request_end: Callable[[str, Sequence[CaptureFinalize]], object] | None = None
+    when_done: Callable[[str, Callable[[], None]], object] | None = None
+    wait_for_result: Callable[[CaptureKey, float], CaptureResult | None] | None = None
+    rewritten_bytes: Callable[[], int] | None = None
+    row_encoder: EncoderOf | None = None
+    groups: GroupSink | None = None
     """The sink itself, if it takes the rows of whole groups of keys."""
 
 
@@ -125,18 +125,10 @@ def capabilities_of(consumers: Mapping[str, Any]) -> dict[str, ConsumerCapabilit
 
 def sink_capabilities(sink: Any) -> SinkCapabilities:
     """Probe the optional attributes of a sink."""
-    return SinkCapabilities(
-        truncates=truncates(sink),
-        batches_steps=bool(getattr(sink, "batches_steps", False)),
-        max_call_seconds=float(getattr(sink, "max_call_seconds", 0.0)),
-        submit_chunk_batch=getattr(sink, "submit_chunk_batch", None),
-        submit_request_end=getattr(sink, "submit_request_end", None),
-        when_done=getattr(sink, "when_done", None),
-        wait_for_result=getattr(sink, "wait_for_result", None),
-        rewritten_bytes=getattr(sink, "rewritten_bytes", None),
-        row_encoder=getattr(sink, "row_encoder", None),
-        groups=sink if isinstance(sink, GroupSink) else None,
-    )
+    known: Any = fields(SinkCapabilities)
+    found = {one.name: getattr(sink, one.name, one.default) for one in known}
+    found["groups"] = sink if isinstance(sink, GroupSink) else None
+    return SinkCapabilities(**found)
 
 
 def row_encoder(
@@ -186,11 +178,6 @@ def step_capabilities(consumer: Any) -> StepCapabilities:
 def truncates(thing: Any) -> bool:
     """Whether a sink (or its class) accepts rows that may later be discarded."""
     return bool(getattr(thing, "truncates", False))
-
-
-def is_sink(consumer: Any) -> bool:
-    """Whether a consumer receives chunks itself instead of through `BatchingSink`."""
-    return hasattr(consumer, "submit_chunk")
 
 
 def group_method(consumer: Any) -> OnGroup | None:

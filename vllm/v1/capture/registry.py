@@ -8,11 +8,7 @@ from inspect import isabstract
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.capabilities import (
-    ConsumerCapabilities,
-    is_sink,
-    runs_in_steps,
-)
+from vllm.v1.capture.capabilities import ConsumerCapabilities, runs_in_steps
 from vllm.v1.capture.consumer import BatchingSink, CaptureConsumer
 from vllm.v1.capture.errors import (
     CaptureValidationError,
@@ -249,5 +245,6 @@ def check_folders(consumers: Mapping[str, ConsumerCapabilities]) -> None:
 
 def as_sink(consumer: Any) -> CaptureSink:
     """`consumer` if it is a sink itself, otherwise a `BatchingSink` around it."""
-    sink: CaptureSink = consumer if is_sink(consumer) else BatchingSink(consumer)
+    is_sink = hasattr(consumer, "submit_chunk")
+    sink: CaptureSink = consumer if is_sink else BatchingSink(consumer)
     return sink

@@ -65,18 +65,18 @@ class RowsByTap(dict[Tap, torch.Tensor]):
             shown[layer, hook] = Rows(*own, heads=tuple(self.heads))
         return RowSet(shown)._repr_html_()
 
-    def put(self, tap: Tap, rows: torch.Tensor, facts: dict[str, Any]) -> None:
-        """Add the rows of a tap; `facts` has the form that `facts_of` returns."""
+    def put(self, tap: Tap, rows: torch.Tensor, facts: Mapping[str, Any]) -> None:
+        """Add the rows of a tap; `facts` has keys of what `facts_of` returns."""
         self.put_all([tap], rows[None], facts)
 
     def put_all(
-        self, taps: Sequence[Tap], rows: torch.Tensor, facts: dict[str, Any]
+        self, taps: Sequence[Tap], rows: torch.Tensor, facts: Mapping[str, Any]
     ) -> None:
         """Add the rows `[taps, rows, hidden_size]` of taps with the same positions."""
         self.update(zip(taps, separated(rows), strict=True))
         self.positions.update(dict.fromkeys(taps, _as_list(facts["positions"])))
         self.token_ids.update(dict.fromkeys(taps, _as_list(facts["token_ids"])))
-        self.encoding = facts["encoding"]
+        self.encoding = facts.get("encoding")
         self.transport = facts.get("transport", "http")
         self.heads = facts.get("heads", [])
 

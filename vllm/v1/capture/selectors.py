@@ -9,7 +9,7 @@ from vllm.v1.capture.errors import fail
 from vllm.v1.capture.types import CaptureContext, CaptureSpec
 from vllm.v1.residual.bounds import count_values, shown
 from vllm.v1.residual.heads import parse_heads
-from vllm.v1.residual.plain_data import fault_of, plain
+from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.row_selection import parse_hooks
 from vllm.v1.residual.selectors import POSITION_NAMES as POSITION_NAMES
 from vllm.v1.residual.selectors import parse_positions, resolve_positions
@@ -44,17 +44,6 @@ def check_request_size(params: Any) -> None:
     capture = getattr(params, "capture", None)
     if capture is not None:
         check_size(capture, "capture")
-
-
-def check_range(raw: Any, where: str) -> None:
-    """Refuse what cannot be sent to the engine's process, such as huge integers.
-
-    Raises:
-        CaptureValidationError: `raw` is too deep, or has an integer of over 64 bits.
-
-    """
-    if (fault := fault_of(raw)) is not None:
-        raise fail(f"{where} {fault}", where, raw)
 
 
 def check_text(raw: Any, where: str) -> None:

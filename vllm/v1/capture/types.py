@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public data types of capture, for consumers, plug-ins and clients."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
@@ -120,14 +119,11 @@ def capture_expert_parallel_size(parallel_config: Any = None) -> int:
     return int(ranks)
 
 
-def contexts_of(
-    vllm_config: "VllmConfig", hook_points: Mapping[int, tuple[str, ...]]
-) -> "partial[CaptureContext]":
+def contexts_of(vllm_config: "VllmConfig") -> "partial[CaptureContext]":
     """Makes the contexts of requests, alike at admission and in a worker.
 
     Args:
-        vllm_config: the engine's configuration.
-        hook_points: the hook points of each layer of the model, over all stages.
+        vllm_config: the engine's configuration, with the loaded model's hook points.
 
     Returns:
         What is left to give is the request's internal id, the number of its prompt
@@ -136,15 +132,16 @@ def contexts_of(
     """
     model_config = vllm_config.model_config
     parallel_config = vllm_config.parallel_config
+    points = vllm_config.capture_config.hook_points or {}
     return partial(
         CaptureContext,
         num_computed_tokens=0,
-        num_hidden_layers=max(hook_points, default=-1) + 1,
+        num_hidden_layers=max(points, default=-1) + 1,
         hidden_size=model_config.get_hidden_size(),
         element_size_bytes=torch_dtype(model_config).itemsize,
         tensor_parallel_size=parallel_config.tensor_parallel_size,
         pipeline_parallel_size=parallel_config.pipeline_parallel_size,
-        hook_points=dict(hook_points),
+        hook_points={layer: tuple(names) for layer, names in points.items()},
         point_shapes=vllm_config.capture_config.point_shapes,
         missing=vllm_config.capture_config.missing,
         expert_parallel_size=capture_expert_parallel_size(parallel_config),

@@ -78,10 +78,10 @@ def config(rows_per_step: int = 1000, chunked: bool = True) -> Any:
 def admission(
     rows_per_step: int = 1000, chunked: bool = True, **consumers: CaptureConsumer
 ) -> Admission:
-    points = dict.fromkeys(range(LAYERS), HOOKS)
     options = config(rows_per_step, chunked)
+    options.capture_config.hook_points = dict.fromkeys(range(LAYERS), HOOKS)
     readouts = ReadoutAdmission(options, KnownModules({}), as_array)
-    return Admission(options, consumers or {"asking": Asking()}, points, readouts)
+    return Admission(options, consumers or {"asking": Asking()}, readouts)
 
 
 def plan(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumer `inline`, which returns rows with the request's output."""
 
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -25,39 +24,6 @@ ENCODINGS = ("base64", "zstd")
 TRANSPORTS = ("http", "shm")
 
 
-@dataclass(frozen=True, slots=True)
-class InlineParams:
-    """The consumer's parameters."""
-
-    max_request_bytes: int
-    """Maximum bytes of rows per request."""
-    max_inflight_bytes: int
-    """Maximum bytes of rows of all requests in flight together."""
-
-    @classmethod
-    def parse(cls, raw: dict[str, Any], host_bytes: int) -> "InlineParams":
-        """Parse the parameters.
-
-        Args:
-            raw: the configured parameters.
-            host_bytes: the host memory for rows, which is the default of
-                `max_inflight_bytes`. That of `max_request_bytes` is half of
-                `max_inflight_bytes`.
-
-        Raises:
-            CaptureValidationError: names the parameter, the value and the remedy.
-
-        """
-        options = Options(
-            "capture_consumers.inline", raw, [field.name for field in fields(cls)]
-        )
-        for name in raw:
-            options.whole(name)
-        inflight = raw.get("max_inflight_bytes", host_bytes)
-        limits = {"max_request_bytes": max(inflight // 2, 1)} | raw
-        return cls(**limits | {"max_inflight_bytes": inflight})
-
-
 class InlineConsumer(CaptureConsumer):
     """Returns each key's rows as the payload, a `RowsByTap`.
 
@@ -77,22 +43,25 @@ class InlineConsumer(CaptureConsumer):
     def __init__(
         self, vllm_config: "VllmConfig | None", params: dict[str, Any]
     ) -> None:
-        host_bytes = (
-            BUDGET.limit
-            if vllm_config is None
-            else vllm_config.capture_config.host_memory_bytes
+        self.check_params(params)
+        host_bytes = BUDGET.limit
+        if vllm_config is not None:
+            host_bytes = vllm_config.capture_config.host_memory_bytes
+        most: int = params.get("max_inflight_bytes", host_bytes)
+        self.max_inflight_bytes = most
+        """Maximum bytes of rows of all requests in flight; checked by the front end."""
+        self._max_request_bytes: int = params.get(
+            "max_request_bytes", max(most // 2, 1)
         )
-        self._params = InlineParams.parse(params, host_bytes)
+        """Maximum bytes of rows per request."""
 
     @classmethod
     def check_params(cls, params: dict[str, Any]) -> None:
         """As of `CaptureConsumer`."""
-        InlineParams.parse(params, BUDGET.limit)
-
-    @property
-    def max_inflight_bytes(self) -> int:
-        """Maximum bytes of rows of all requests in flight; checked by the front end."""
-        return self._params.max_inflight_bytes
+        names = ["max_request_bytes", "max_inflight_bytes"]
+        options = Options("capture_consumers.inline", params, names)
+        for name in names:
+            options.whole(name)
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         """Check the spec, and that its rows fit the limit per request.
@@ -117,10 +86,10 @@ class InlineConsumer(CaptureConsumer):
 
     def _check_size(self, spec: CaptureSpec, ctx: CaptureContext, where: str) -> None:
         size, what = most_bytes(spec, ctx, where)
-        if size > self._params.max_request_bytes:
+        if size > self._max_request_bytes:
             raise fail(
                 f"{where}: {what}, may take {size} bytes; at most "
-                f"{self._params.max_request_bytes} are allowed (max_request_bytes). "
+                f"{self._max_request_bytes} are allowed (max_request_bytes). "
                 "Capture fewer layers or positions, lower max_tokens, use a consumer "
                 "that writes to files, or start with --capture-consumers "
                 f"{self.instance_name or 'inline'}:max_request_bytes={size} and, if "

@@ -19,11 +19,11 @@ from vllm.v1.capture.errors import (
     fail,
 )
 from vllm.v1.capture.frontend.step_consumers import StepSpecs
-from vllm.v1.capture.selectors import check_range, check_size, check_text, within_reach
+from vllm.v1.capture.selectors import check_size, check_text, within_reach
 from vllm.v1.capture.types import CaptureContext, CaptureSpec, contexts_of
 from vllm.v1.residual.bounds import cut, listed, shown
 from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
-from vllm.v1.residual.plain_data import plain
+from vllm.v1.residual.plain_data import fault_of, plain
 from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
 from vllm.v1.residual.row_selection import parse_after
@@ -35,10 +35,6 @@ from vllm.v1.residual.tap import AFTER, Tap, behind, other_widths, shape_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sampling_params import SamplingParams
-
-HookPoints = Mapping[int, tuple[str, ...]]
-"""The hook points of each layer of the loaded model, over all stages."""
-
 
 _KEYS_OF_SPECS = ("hooks", "positions", "layers", "tag", "request_id", "layout")
 
@@ -67,15 +63,14 @@ class Admission:
         self,
         vllm_config: "VllmConfig",
         consumers: Mapping[str, Any],
-        hook_points: HookPoints,
         readouts: ReadoutPlanner,
     ) -> None:
         """Read and check the global specs.
 
         Args:
-            vllm_config: the engine's configuration.
+            vllm_config: the engine's configuration, with the loaded model's hook
+                points.
             consumers: an instance of each consumer, by instance name.
-            hook_points: of the loaded model.
             readouts: plans the requests' readouts.
 
         Raises:
@@ -85,8 +80,8 @@ class Admission:
         self.consumers = dict(consumers)
         self.capabilities = capabilities_of(consumers)
         self._vllm_config = vllm_config
-        self._hook_points = dict(hook_points)
-        self.context = contexts_of(vllm_config, self._hook_points)
+        self._hook_points = vllm_config.capture_config.hook_points or {}
+        self.context = contexts_of(vllm_config)
         """The facts about a request that consumers validate its spec with."""
         self._rows_per_step = vllm_config.capture_config.rows_per_step(
             row_bytes(vllm_config.model_config)
@@ -270,7 +265,9 @@ class Admission:
 
     def _plain_capture(self, raw: Any) -> dict[str, Any]:
         check_size(raw, "capture")
-        check_range(raw, "capture")
+        # What cannot be sent to the engine's process, such as huge integers.
+        if (fault := fault_of(raw)) is not None:
+            raise fail(f"capture {fault}", "capture", raw)
         capture = plain(raw)
         check_form(capture)
         check_text(capture, "capture")

@@ -78,10 +78,7 @@ def open_capture(
         for entry in config.consumers
     }
     consumers.update(ready_instances(config))
-    points = {
-        layer: tuple(names) for layer, names in (config.hook_points or {}).items()
-    }
-    admission = Admission(engine.vllm_config, consumers, points, readouts)
+    admission = Admission(engine.vllm_config, consumers, readouts)
     check_folders(admission.capabilities)
     offline_engine: Any = engine if offline else None
     resources = getattr(engine.engine_core, "resources", None)

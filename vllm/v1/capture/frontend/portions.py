@@ -42,7 +42,10 @@ class Portions:
         while engine.has_unfinished_requests():
             finished = [out for out in engine.step() if out.finished]
             self._finished += finished
-            captured = [out for out in finished if _capture_id(out) is not None]
+            # Outputs of pooling lack the attribute.
+            captured = [
+                out for out in finished if getattr(out, "capture_id", None) is not None
+            ]
             if captured:
                 self._wait(captured)
                 return True
@@ -62,9 +65,3 @@ class Portions:
         """
         gone = {request_id.rpartition("-")[0] for request_id in request_ids}
         self._finished = [out for out in self._finished if out.request_id not in gone]
-
-
-def _capture_id(output: Any) -> str | None:
-    """The `capture_id`; None for outputs of pooling, which lack the attribute."""
-    found: str | None = getattr(output, "capture_id", None)
-    return found

@@ -163,7 +163,6 @@ class LiveRequest:
             facts = {
                 "positions": shown.positions,
                 "token_ids": shown.token_ids,
-                "encoding": None,
                 "heads": list(self._wanted[name][taps[0]].heads),
             }
             payloads[name].put_all(taps, shown.rows, facts)

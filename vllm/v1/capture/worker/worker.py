@@ -361,11 +361,7 @@ class WorkerCapture:
         lanes = {n: one for n in names if (one := self._lanes[n]).remembers}
         if not lanes:
             return
-        points = self._config.hook_points or {}
-        contexts = contexts_of(
-            self._vllm_config, {layer: tuple(own) for layer, own in points.items()}
-        )
-        context = contexts(
+        context = contexts_of(self._vllm_config)(
             req_id,
             plan.num_prompt_tokens,
             max_tokens=max_tokens,

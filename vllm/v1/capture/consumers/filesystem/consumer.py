@@ -177,16 +177,8 @@ def key_json(
         encoder: the encoder, after it has encoded all rows.
 
     """
-    return {
-        "request_id": request_id,
-        "layer": sidecar["layer"],
-        "hook": sidecar["hook"],
-        "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
-        **{name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)},
-        **_kind_of_rows(sidecar),
-        **_note(sidecar),
-        **_encoding(encoder),
-    }
+    facts = {name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)}
+    return {"request_id": request_id, **_key_facts(sidecar, encoder), **facts}
 
 
 def request_facts(sidecars: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -217,34 +209,25 @@ def entry(
     own = {name: sidecar[name] for name in ROW_FACTS if name not in shared}
     if sidecar["dtype"] != shared["dtype"]:
         own["dtype"] = sidecar["dtype"]
-    return {
+    place = {"offset": offset, "nbytes": encoder.num_bytes}
+    return {**_key_facts(sidecar, encoder), **place, **own}
+
+
+def _key_facts(sidecar: dict[str, Any], encoder: KeyEncoder) -> dict[str, Any]:
+    """What is said of a key in any file."""
+    facts = {
         "layer": sidecar["layer"],
         "hook": sidecar["hook"],
-        "offset": offset,
-        "nbytes": encoder.num_bytes,
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
-        **_encoding(encoder),
-        **own,
-        **_kind_of_rows(sidecar),
-        **_note(sidecar),
-    }
-
-
-def _encoding(encoder: KeyEncoder) -> dict[str, Any]:
-    checksum = encoder.checksum
-    return {
         "codec": encoder.describe(),
-        **({} if checksum is None else {"crc32c": checksum}),
     }
-
-
-def _kind_of_rows(sidecar: dict[str, Any]) -> dict[str, Any]:
-    """What is said only of rows of some heads, and of results of readouts."""
-    return {name: sidecar[name] for name in ("heads", "readout") if name in sidecar}
-
-
-def _note(sidecar: dict[str, Any]) -> dict[str, str]:
-    return {"note": sidecar["capture_note"]} if "capture_note" in sidecar else {}
+    if encoder.checksum is not None:
+        facts["crc32c"] = encoder.checksum
+    # Of rows of some heads, of results of readouts, and of rows that lack some.
+    said = {"heads": "heads", "readout": "readout", "capture_note": "note"}
+    return facts | {
+        ours: sidecar[name] for name, ours in said.items() if name in sidecar
+    }
 
 
 def message_of(error: OSError, name: str) -> str:

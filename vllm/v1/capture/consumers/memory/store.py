@@ -123,12 +123,7 @@ class RowStore:
                     sidecar["num_prompt_tokens"],
                 ),
             )
-            facts = {
-                "positions": sidecar["positions"],
-                "token_ids": sidecar["token_ids"],
-                "encoding": None,
-            }
-            request.rows.put_all(taps, rows, facts)
+            request.rows.put_all(taps, rows, sidecar)
             kept.num_bytes += rows.nbytes
             self._held += rows.nbytes
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.capture.errors import CaptureValidationError, fail
-from vllm.v1.capture.types import CaptureContext, CaptureSpec, VllmInternalRequestId
+from vllm.v1.capture.types import CaptureSpec, contexts_of
 from vllm.v1.residual.numbers import is_finite, is_integer
 from vllm.v1.residual.plain_data import plain
 from vllm.v1.residual.row_selection import parse_hooks
@@ -47,19 +47,8 @@ def global_spec(
             parameter=f"{where}.global_hooks",
             value=hooks,
         )
-    points = vllm_config.capture_config.hook_points if vllm_config else None
-    if points:
-        ctx = CaptureContext(
-            vllm_internal_request_id=VllmInternalRequestId("start-up"),
-            num_prompt_tokens=1,
-            num_computed_tokens=0,
-            num_hidden_layers=max(points) + 1,
-            hidden_size=1,
-            element_size_bytes=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            hook_points={layer: tuple(names) for layer, names in points.items()},
-        )
+    if vllm_config and vllm_config.capture_config.hook_points:
+        ctx = contexts_of(vllm_config)("start-up", 1)
         hooks = parse_hooks(hooks, ctx, f"{where}.global_hooks", fail)
     return CaptureSpec(hooks, positions)
 
