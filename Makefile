@@ -71,7 +71,7 @@ test: venv lint type  ## Everything that needs no GPU
 		-m "not gpu and not soak and not parity and not multiprocess \
 		and not interop and not real and not hostile and not page"
 
-test-soak: venv  ## What needs many minutes: long soaks, every model under both runners
+test-soak: venv  ## What needs many minutes: every model under both runners
 	$(BIN)/python -m pytest -m "soak and not gpu"
 
 test-multiprocess: venv  ## Models over several processes, features in combination

@@ -275,14 +275,3 @@ def test_an_interrupt_leaves_what_is_there(
     assert 0 < len(load_dataset(tmp_path / "out")) < 9
     call(*words, "--resume")
     assert len(load_dataset(tmp_path / "out")) == 9
-
-
-def test_a_folder_of_another_model_is_refused(call: Call, tmp_path: Path) -> None:
-    source, out = jsonl(tmp_path / "in.jsonl"), tmp_path / "out"
-    call(source, *PLAIN, "--out", out)
-    path = out / NAME
-    told = json.loads(path.read_text())
-    told["facts"]["model"]["weights"] = "of another"
-    path.write_text(json.dumps(told))
-    said = call(source, *PLAIN, "--out", out, "--resume", status=1)
-    assert "begun with model" in said and "choose another folder" in said

@@ -112,35 +112,14 @@ def test_the_last_chunk_of_a_stream_of_tokens_carries_the_results(
     assert len(read_request(capture_root, "http", "token-stream")) == 3
 
 
-def test_bad_input_is_refused_in_a_request_made_of_tokens(
-    capture_server: Server,
-) -> None:
-    request = tokens("bad")
-    request["sampling_params"]["capture"] = {"nobody": {}}
-    status, reply = capture_server.post("/inference/v1/generate", request)
-    assert status == 400, reply
-    assert "nobody" in json.dumps(reply)
-
-
 BAD: list[tuple[Any, list[str]]] = [
     ({"nobody": {}}, ["nobody", "filesystem", "--capture-consumers"]),
     ({"filesystem": {"hooks": {"post_block": [3]}}}, ["layer 3", "0 to 2"]),
-    ({"filesystem": {"hooks": {"here": [0]}}}, ["'here'", "post_block"]),
-    ({"filesystem": {"hooks": {}}}, ["capture.filesystem.hooks"]),
     ({"filesystem": {"hooks": {"pre_attn": [0]}, "x": 1}}, ["'x'", "positions"]),
     (
         {"filesystem": {"hooks": {"pre_attn": [0]}, "positions": [500]}},
         ["500", "max_tokens"],
     ),
-    (
-        {"filesystem": {"hooks": {"pre_attn": [0]}, "tag": "../out"}},
-        ["capture.filesystem.tag", "../out"],
-    ),
-    (
-        {"filesystem": {"hooks": {"pre_attn": [0]}, "layout": "tar"}},
-        ["capture.filesystem.layout", "per_file"],
-    ),
-    ({"logging": {"hooks": {"pre_attn": "some"}}}, ["capture.logging.hooks", "some"]),
     ("filesystem", ["capture"]),
 ]
 
@@ -176,14 +155,6 @@ def test_a_request_that_cannot_carry_a_capture_refuses_it(
         status, reply = capture_server.post(path, request_body | fields)
         assert status == 400, reply
         assert "capture" in json.dumps(reply)
-
-
-@pytest.mark.parametrize("wait", ["maybe", [], 3])
-def test_capture_wait_is_true_or_false(capture_server: Server, wait: Any) -> None:
-    status, _ = capture_server.post(
-        "/v1/completions", completion("w", capture_wait=wait)
-    )
-    assert status == 400
 
 
 @pytest.mark.parametrize("kind", ["CompletionRequest", "ChatCompletionRequest"])

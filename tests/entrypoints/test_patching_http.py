@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 CLEAN = [20, 30, 40, 50, 60]
 CORRUPT = [20, 30, 41, 50, 60]
 ANSWER, FOIL = 70, 80
-TWICE = {"prompt": "a dog and a dog", "clean_prompt": "a dog and a dog"}
 NARROW = pack_vectors(np.ones(3))
 ROUTE = "/v1/patch_sweep"
 ASKED: dict[str, Any] = {
@@ -143,43 +142,6 @@ def test_heads_and_points_inside_the_block_are_swept(
     heads = shapes[0][1]
     assert heads > 1 and shapes == [(3, heads, 1)] * 2 + [(3, 1)] * 2
     assert client.drop_run("inside")
-
-
-ZERO_HEAD = {"op": "replace", "vector": 0, "heads": [1]}
-
-
-def test_a_request_zeroes_a_head(server: Server) -> None:
-    plain = difference(server, CLEAN)
-    # The second half of the width, in the words of an operation without heads.
-    mask = [0.0] * 32 + [1.0] * 32
-    half = {"op": "replace", "vector": [0.0] * 64, "mask": mask}
-    expected = difference(server, CLEAN, steering_vectors={"z": {"1": half}})
-    assert abs(expected - plain) > 1e-4
-    zeroed = {"z": {"1": ZERO_HEAD}}
-    found = difference(server, CLEAN, steering_vectors=zeroed)
-    assert found == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("hook", "entry", "part"),
-    [
-        ("k", ZERO_HEAD, "--hook-points k"),
-        ("z", {**ZERO_HEAD, "heads": [2]}, "heads 0 to 1"),
-        ("z", {**ZERO_HEAD, "heads": []}, "must list heads"),
-        ("mlp_act", ZERO_HEAD, "consist of heads"),
-        ("mlp_act", {"vector": [1.0] * 64}, "96"),
-        ("router_logits", {"vector": [1.0] * 64}, "no routed experts"),
-        ("expert_ids", {"vector": [1.0] * 64}, "no routed experts"),
-    ],
-)
-def test_what_does_not_fit_inside_the_block_is_refused(
-    server: Server, hook: str, entry: dict[str, Any], part: str
-) -> None:
-    body = {"model": "tiny", "prompt": CLEAN, "max_tokens": 1}
-    body |= {"steering_vectors": {hook: {"1": entry}}}
-    reply = server.post("/v1/completions", body)
-    assert reply.status == 400, reply
-    assert part in json.dumps(reply.body), reply
 
 
 def test_cells_whose_run_was_dropped_are_null_with_the_reason(
@@ -317,42 +279,26 @@ def test_an_interrupted_client_ends_the_cells(server: Server, client: Client) ->
     ("change", "parameter"),
     [
         ({"prompt": None}, "prompt"),
-        ({"prompt": [1] * 300}, "prompt"),
         ({"model": "other"}, "model"),
-        ({"hooks": ["mlp"]}, "hooks"),
         ({"hook": "post_block", "hooks": ["pre_attn"]}, "hook"),
-        ({"layers": [7]}, "layers"),
         ({"layers": {"start": 2, "stop": 1}}, "layers"),
         ({"layers": {"start": 0, "end": 1}}, "layers"),
-        ({"positions": [9]}, "positions[0]"),
         ({"positions": [{"span": "no such text"}]}, "positions[0]"),
-        ({**TWICE, "positions": [{"span": "dog"}]}, '"occurrence"'),
-        (
-            {**TWICE, "positions": [{"span": "dog", "occurrence": 2}]},
-            "positions[0].occurrence",
-        ),
-        ({"heads": "all"}, "heads"),
         ({"hooks": ["z"], "heads": [64]}, "heads"),
         ({"foil_token_id": None, "foil_token": "two words"}, "foil"),
         (
             {"clean_prompt": None, "source_inline": 0, "patch_vectors": NARROW},
             "a vector of this model has",
         ),
-        ({"clean_prompt": None}, "clean_prompt"),
-        ({"clean_prompt": None, "source_run": "gone"}, "source_run"),
         ({"source_run": "a/b"}, "capture.patch_source.run"),
         ({"source_run": "a", "source_module": "zeros"}, "source_module"),
         ({"source_inline": 0, "clean_prompt": None}, "source_inline"),
         ({"source": "ones"}, "source"),
         ({"mask": [1.0]}, "mask"),
         ({"alpha": "x"}, "alpha"),
-        ({"metric": "accuracy"}, "metric"),
         ({"metric": "probe:none"}, "probe"),
         ({"answer": [ANSWER]}, "answer_token_id"),
-        ({"answer_token_id": 1 << 40}, "answer"),
         ({"answer_token_id": None, "answer_token": "two words"}, "answer"),
-        ({"foil_token_id": None}, "foil"),
-        ({"effect": "x"}, "effect"),
         ({"seed": -1}, "seed"),
         ({"logprobs": "x"}, "logprobs"),
         ({"stream": "yes"}, "stream"),

@@ -133,21 +133,6 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_every_prompt_of_a_list_is_steered(client: httpx.Client) -> None:
-    prompts = ["The dog went", "Anna has a"]
-    body = {"model": "tiny", "max_tokens": 8, "temperature": 0, "steering_name": "loud"}
-
-    def texts(prompt: Any, **changes: Any) -> list[str]:
-        sent = {**body, "prompt": prompt, **changes}
-        response = client.post("/v1/completions", json=sent)
-        assert response.status_code == 200, response.text
-        return [choice["text"] for choice in response.json()["choices"]]
-
-    alone = texts(prompts[0]) + texts(prompts[1])
-    assert texts(prompts) == alone
-    assert texts(prompts, steering_name=None) != alone
-
-
 def test_every_conversation_of_a_batch_is_steered(client: httpx.Client) -> None:
     conversations = [
         [{"role": "user", "content": text}]
@@ -188,25 +173,6 @@ def test_a_batch_has_a_receipt_for_each_conversation(client: httpx.Client) -> No
     told, other = (one["applied"][0]["tokens"] for one in several.values())
     assert told == alone["applied"][0]["tokens"] != other
     assert receipts("Where is Anna?", steering_receipt=False) is None
-
-
-def test_global_vectors_are_set_merged_read_and_cleared(client: httpx.Client) -> None:
-    plain = answer(complete(client))
-    steered = answer(complete(client, steering_vectors=spec()))
-    first = change(client, "set", vectors=spec())
-    assert list(first["vectors"]["post_block"]) == ["2"]
-    assert same(answer(complete(client)), steered)
-    merged = change(client, "set", vectors={"pre_attn": {"0": VECTOR.tolist()}})
-    assert sorted(merged["vectors"]) == ["post_block", "pre_attn"]
-    state = client.get("/v1/steering").json()
-    assert state["vectors"] == merged["vectors"]
-    assert state["max_configs"] == 16 and state["configs_in_use"] == 0
-    replaced = change(client, "set", decode_vectors=spec(), replace=True)
-    assert replaced["vectors"] == {} and "post_block" in replaced["decode_vectors"]
-    zeros = spec([0] * HIDDEN)
-    assert change(client, "set", decode_vectors=zeros)["decode_vectors"] == {}
-    change(client, "clear")
-    assert same(answer(complete(client)), plain)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -265,29 +231,6 @@ def receipt(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()["steering"]
     return found
-
-
-def test_clamps_do_the_same_as_entries_as_fields_and_packed(
-    client: httpx.Client,
-) -> None:
-    entry = {"post_block": {"2": [{**CLAMP, "op": "clamp"}]}}
-    expected = answer(complete(client, steering_vectors=entry))
-    assert not same(expected, answer(complete(client)))
-    as_packed = packed(bounds=[[-0.5, 0.5]], strengths=[0.75])
-    half = {"post_block": {"2": [{**CLAMP, "strength": 0.5}, CLAMP]}}
-    for clamps in ({"post_block": {"2": [CLAMP]}}, as_packed):
-        assert same(answer(complete(client, steering_clamps=clamps)), expected)
-        both = {"prefill_steering_clamps": clamps, "decode_steering_clamps": clamps}
-        assert same(answer(complete(client, **both)), expected)
-    assert not same(answer(complete(client, steering_clamps=half)), expected)
-    bad = packed(bounds=[[0.5, -0.5]])
-    refused = complete(client, steering_clamps=bad)
-    assert refused.status_code == 400 and "min" in refused.text
-    change(client, "set", clamps=as_packed)
-    try:
-        assert same(answer(complete(client)), expected)
-    finally:
-        change(client, "clear")
 
 
 def test_conditions_act_over_http_and_firings_are_counted(client: httpx.Client) -> None:

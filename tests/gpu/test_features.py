@@ -32,21 +32,6 @@ def check_all(engine: CapturedEngine, prompts: list[list[int]], **options: Any) 
                 assert rows[layer, hook].equal(following), (layer, hook)
 
 
-def test_a_repeated_prompt_has_the_same_rows(
-    llama: Path, reference: Reference, open_engine: OpenEngine
-) -> None:
-    engine = open_engine(llama, reference=reference)
-    asked = asking("all", max_tokens=4, **QUIET)
-    last = asking("last_prompt", max_tokens=4, **QUIET)
-    first, second, third = (
-        engine.run([prompt(100, seed=9)], params)[0] for params in (asked, asked, last)
-    )
-    assert (second.num_cached_tokens, third.num_cached_tokens) == (0, 96)
-    for tap, rows in engine.rows(first).items():
-        assert engine.rows(second)[tap].equal(rows), tap
-    engine.check(third, [99], tolerance=BF16)
-
-
 def test_preempted_requests_have_each_row_once(
     llama: Path, reference: Reference, open_engine: OpenEngine
 ) -> None:
@@ -61,18 +46,6 @@ def test_preempted_requests_have_each_row_once(
     assert preempt.called, "the test is pointless without a preemption"
     for output in outputs:
         engine.check(output, range(99), tolerance=BF16)
-
-
-def test_staging_that_is_too_small_for_a_prompt_slows_it_down(
-    llama: Path, reference: Reference, open_engine: OpenEngine
-) -> None:
-    row_bytes, taps, tokens_a_step = 512 * 2, 12, 32
-    engine = open_engine(
-        llama,
-        reference=reference,
-        capture_staging_bytes=2 * tokens_a_step * taps * row_bytes,
-    )
-    check_all(engine, [prompt(200, seed=31), prompt(150, seed=32)])
 
 
 def test_rejected_drafts_leave_no_row(

@@ -32,7 +32,6 @@ KINDS = (
 """Plain blocks, norms behind branches, parallel branches, and experts."""
 on_one_kind = pytest.mark.parametrize("swept", KINDS[:1], indirect=True)
 """For what does not depend on the layers."""
-OF_THE_STREAM = ("pre_attn", "post_attn", "post_block")
 ALL = slice(None)
 CLEAN = [(37 * n * n + 11 * n + 3) % _models.VOCAB for n in range(40)]
 CORRUPT = [*CLEAN[:3], 93, *CLEAN[4:]]
@@ -328,29 +327,6 @@ def test_an_interrupt_returns_what_there_is(swept: Any) -> None:
     )
     assert not np.isnan(whole.values["post_block"]).any()
     assert not llm.captured()["names"]
-
-
-@on_one_kind
-def test_cells_whose_run_was_dropped_have_no_value(swept: Any) -> None:
-    llm, _ = swept
-    asked: dict[str, Any] = {"answer": ANSWER, "foil": FOIL, "progress": False}
-    hooks = OF_THE_STREAM
-    whole = patch_sweep(llm, CLEAN, CORRUPT, hooks=hooks, **asked)
-    dropped: list[str] = []
-
-    def drop(_: Found) -> None:
-        if not dropped and (names := list(llm.captured()["names"])):
-            dropped.extend(names)
-            llm.drop_captured(names[0])
-
-    part = patch_sweep(llm, CLEAN, CORRUPT, hooks=hooks, on_cell=drop, **asked)
-    assert dropped and part.skipped
-    assert all("no run is kept" in one.reason for one in part.skipped)
-    values = np.stack([part.values[hook] for hook in hooks])
-    known = ~np.isnan(values)
-    assert known.any() and (~known).sum() == len(part.skipped)
-    expected = np.stack([whole.values[hook] for hook in hooks])
-    assert np.allclose(values[known], expected[known], atol=1e-5)
 
 
 @on_one_kind

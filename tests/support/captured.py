@@ -44,7 +44,6 @@ class Keeper(CaptureConsumer):
 
     def __init__(self, everywhere: CaptureSpec | None = None) -> None:
         self.everywhere = everywhere
-        self.refused_layers: set[int] = set()
         self.rows: dict[tuple[str, int], Stream] = {}
         self.sidecars: dict[tuple[str, int], dict[Tap, dict[str, Any]]] = {}
 
@@ -57,8 +56,6 @@ class Keeper(CaptureConsumer):
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> list[str]:
-        if key[1] in self.refused_layers:
-            raise RuntimeError(f"layer {key[1]} is not wanted")
         who, tap = (sidecar["client_request_id"], sidecar["sample_index"]), key[1:]
         assert tap not in self.rows.get(who, {}), "a key came twice"
         self.rows.setdefault(who, {})[tap] = tensor.clone()

@@ -119,16 +119,6 @@ class TestOnAnEngine:
         run(monkeypatch, "apply", "--model", DEMO, *options)
         assert "How was the weather?\nunsteered" in capsys.readouterr().out
 
-    def test_vectors_of_another_model_are_refused(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        file = tmp_path / "other.safetensors"
-        said = Provenance(model="org/other")
-        vector_set({(1, "post_block"): np.ones(192)}, said).save(file)
-        options = ("--vectors", file, "--prompt", PROMPT)
-        with pytest.raises(SystemExit, match="--for-model"):
-            run(monkeypatch, "apply", "--model", DEMO, *options)
-
 
 def _split(line: str) -> list[str]:
     return [*line.split("|"), "", ""][:3]

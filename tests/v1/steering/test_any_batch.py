@@ -5,6 +5,7 @@ Programs of all operations, positions and conditions, with captures, readouts an
 by readouts, while prompts are chunked, found in the cache, preempted and aborted.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.v1.readouts._reading import write_modules
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._models import vector
 from vllm import SamplingParams
+from vllm.v1.steering.plan import PackedVectors
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -238,6 +240,37 @@ def test_answers_do_not_depend_on_what_shares_the_batch(
         for one, output, expected in zip(batch, outputs, alone, strict=True):
             if output is not None:
                 check(one, output, expected, state)
+
+
+def test_nothing_is_left_of_requests(bench: Bench) -> None:
+    """Of more configurations than there are slots, and some aborted requests."""
+    before = packed_vectors()
+    batch = [
+        {
+            "prompt": [(n % 5 * 11 + i * 3) % _models.VOCAB for i in range(40 + n % 7)],
+            "max_tokens": 8 + n,
+            "fields": {TIERS[n % 3]: {HOOKS[n % 2]: {n % 3: vector(n)}}},
+            "abort_after": 4 if n % 5 == 0 else None,
+        }
+        for n in range(30)
+    ]
+    outputs = bench.run(batch, aborts=True)
+    assert outputs.count(None) > 3
+    core: Any = bench.engine.engine_core.engine_core
+    assert core.scheduler.residual.steering.slots.in_use == 0
+    assert bench.llm.get_steering()["rows_in_use"] == 0
+    bench.engine.step()  # Sends the last ends to the worker.
+    runner = core.model_executor.driver_worker.worker.model_runner
+    slots = bench.llm.llm_engine.vllm_config.steering_config.max_configs
+    assert len(runner.residual.steering._slots) <= slots
+    assert len(runner.residual.steering._prompt_lengths) <= 8
+    assert packed_vectors() - before <= 3 * slots, "vectors of ended requests"
+
+
+def packed_vectors() -> int:
+    """How many there are, those of earlier tests included."""
+    gc.collect()
+    return sum(isinstance(one, PackedVectors) for one in gc.get_objects())
 
 
 def check(one: Mapping[str, Any], output: Any, expected: Any, state: str) -> None:

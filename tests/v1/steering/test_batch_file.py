@@ -29,7 +29,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "named": {**CHAT, "steering_name": "loud"},
     "inline": {**CHAT, "steering_vectors": SPEC},
     "bad name": {**CHAT, "steering_name": "nobody"},
-    "bad hook": {**CHAT, "steering_vectors": {"middle": {"0": [0.0]}}},
     # A shard is sealed up to a second after a request has finished: a response that
     # does not wait has a pending result.
     "captured": {
@@ -46,7 +45,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "bad field": {**CHAT, "steering_vectorz": SPEC},
     # Upstream's batch runner has no such route.
     "bad route": {"prompt": "a", "capture": {"filesystem": {"hooks": {}}}},
-    "bad layer": {**CHAT, "capture": {"filesystem": {"hooks": {"post_block": [99]}}}},
 }
 
 
@@ -114,8 +112,6 @@ def test_a_batch_file_has_the_results_of_its_captures(
     ("name", "said"),
     [
         ("bad name", "nobody"),
-        ("bad hook", "middle"),
-        ("bad layer", "99"),
         ("bad field", "steering_vectors"),
         ("bad route", "Supported endpoints"),
     ],

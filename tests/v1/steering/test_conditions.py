@@ -295,27 +295,6 @@ def test_a_prompt_token_decides_for_the_rest(
     assert both[1].steering["applied"][0]["tokens"] == len(open_)
 
 
-def test_what_a_prompt_token_decided_survives_preemption(steered: Any) -> None:
-    llm, reference = steered
-    case = replace(CASES["above"], more={"scope": "rest"})
-    prompt, threshold = first_to_fire(case, reference, 2, BLOCK - 2)
-    entry = {"vector": V, "scale": 2, "when": case.when(threshold)}
-    asked = params(GENERATED, steering_vectors=at(entry))
-    (expected,) = generate(llm, [prompt], [asked])
-    engine = llm.llm_engine
-    for steps in (1, 4):  # Within the prompt, and while it generates.
-        engine.add_request(f"preempted {steps}", {"prompt_token_ids": prompt}, asked)
-        for _ in range(steps):
-            engine.step()
-        assert engine.reset_prefix_cache(reset_running_requests=True)
-        found = None
-        while engine.has_unfinished_requests():
-            found = next((one for one in engine.step() if one.finished), found)
-        assert tokens(found) == tokens(expected)
-        wrong = (logprobs(found) - logprobs(expected)).abs().max()
-        assert wrong < 1e-4 * logprobs(expected).abs().max()
-
-
 def test_a_shut_gate_and_a_neighbours_gate_change_no_bit(steered: Any) -> None:
     llm, reference = steered
     prompts = [PROMPT[i : i + 9] for i in range(4)]
@@ -333,27 +312,6 @@ def test_a_shut_gate_and_a_neighbours_gate_change_no_bit(steered: Any) -> None:
     for number in range(4):
         same = torch.equal(logprobs(plain[number]), logprobs(mixed[number]))
         assert same == (number != 1)
-
-
-def test_the_prefix_cache_tells_conditions_apart(steered: Any) -> None:
-    """A warm run equals its cold run, whatever filled the cache before."""
-    llm, reference = steered
-    entries = [
-        entry_of("above", reference, scale=2),
-        entry_of("below, with a bias", reference, scale=2),
-        {"vector": V, "scale": 2},
-    ]
-    specs: list[Any] = [{"steering_vectors": at(entry)} for entry in entries] + [{}]
-    cold = []
-    for spec in specs:
-        assert llm.reset_prefix_cache()
-        cold += generate(llm, [PROMPT], [params(GENERATED, **spec)])
-    assert llm.reset_prefix_cache()
-    for again in range(2):
-        for spec, expected in zip(specs, cold, strict=True):
-            (found,) = generate(llm, [PROMPT], [params(GENERATED, **spec)])
-            assert found.num_cached_tokens == (BLOCK if again else 0)
-            assert (logprobs(found) - logprobs(expected)).abs().max() < 1e-4
 
 
 def test_the_engine_and_a_request_have_conditions_of_their_own(steered: Any) -> None:

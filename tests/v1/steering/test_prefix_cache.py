@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """With prefix caching a request equals its cold run, whatever ran before."""
 
-import random
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
@@ -113,15 +112,6 @@ def test_the_next_turn_finds_what_is_steered_alike(llm: Any, case: str) -> None:
     assert found.num_cached_tokens == (full if alike else 3 * BLOCK)
 
 
-def test_generated_tokens_steered_in_decode_are_not_found_unsteered(llm: Any) -> None:
-    steered = run(llm, "decode", max_tokens=2 * BLOCK)
-    follow_up = PROMPT + tokens(steered) + [7]
-    found = run(llm, "plain", follow_up)
-    assert llm.reset_prefix_cache()
-    assert_same(found, run(llm, "plain", follow_up))
-    assert found.num_cached_tokens == 3 * BLOCK
-
-
 @pytest.mark.parametrize("field", ["vectors", "prefill_vectors", "decode_vectors"])
 def test_a_change_of_the_engines_vectors_leaves_no_stale_block(
     llm: Any, field: str
@@ -155,44 +145,3 @@ def test_requests_in_flight_at_a_change_leave_no_block_to_others(
     found = run(llm, "plain", follow_up)
     assert llm.reset_prefix_cache()
     assert_same(found, run(llm, "plain", follow_up))
-
-
-def traffic() -> list[list[int]]:
-    """Prompts that share beginnings of different lengths."""
-    chosen = random.Random(0)
-    prompts: list[list[int]] = [PROMPT]
-    for _ in range(11):
-        earlier = chosen.choice(prompts)
-        kept = earlier[: chosen.randrange(len(earlier))]
-        fresh = [chosen.randrange(_models.VOCAB) for _ in range(140 - len(kept))]
-        prompts.append(kept + fresh)
-    return prompts
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        lambda i: {"steering_vectors": spec(1)},
-        lambda i: {"prefill_steering_vectors": spec(1)},
-        lambda i: {"decode_steering_vectors": spec(i)},
-        lambda i: {"prefill_steering_vectors": clamp()},
-        lambda i: {"decode_steering_vectors": clamp(max=-1.0 - i)},
-    ],
-    ids=["shared", "shared prefill", "decode only", "shared clamp", "decode clamp"],
-)
-def test_hits_are_those_of_unsteered_traffic(llm: Any, fields: Any) -> None:
-    def hits(fields: Any) -> list[int]:
-        assert llm.reset_prefix_cache()
-        found = []
-        for i, prompt in enumerate(traffic()):
-            (output,) = generate(llm, [prompt], [params(2, **fields(i))])
-            found.append(output.num_cached_tokens)
-        return found
-
-    expected = hits(lambda i: {})
-    assert sum(expected) > 5 * BLOCK, "traffic without hits shows nothing"
-    assert hits(fields) == expected
-    llm.set_steering(decode_vectors=spec(9))
-    assert hits(lambda i: {}) == expected
-    llm.set_steering(vectors=spec(8))
-    assert hits(lambda i: {}) == expected, "all are steered alike"

@@ -200,17 +200,6 @@ def test_every_dropped_row_is_counted_once_and_noted(story: Sequence[Any]) -> No
     traffic.lane.close(WAIT)
 
 
-def test_dropping_never_waits_and_drops_what_does_not_fit() -> None:
-    traffic = Traffic("drop", taps=1, max_items=2)
-    for _ in range(10):  # Nothing passes meanwhile.
-        traffic.step({"a": 1})
-    traffic.end("a")
-    result = traffic.answer("a")
-    assert result.error is not None and "8 of 10 rows were dropped" in result.error
-    assert traffic.sink.rows[key("a", 0)] == [0.0, 1.0]
-    traffic.lane.close(WAIT)
-
-
 def test_dropped_rows_past_the_end_did_not_count() -> None:
     traffic = Traffic("drop", taps=1, max_items=1)
     traffic.step({"a": 2})

@@ -16,16 +16,12 @@ from tests.support.hf_reference import Reference, relative_error
 from tests.support.models import llama
 from vllm import RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 pytestmark = pytest.mark.e2e
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "capture"
-SMALL = {"max_request_bytes": 20_000, "max_inflight_bytes": 39_000}
-ROW_BYTES = 64 * 4
-
 CUMULATIVE = RequestOutputKind.CUMULATIVE
 DELTA = RequestOutputKind.DELTA
 FINAL_ONLY = RequestOutputKind.FINAL_ONLY
@@ -46,10 +42,7 @@ class Served:
             max_num_seqs=8,
             async_scheduling=True,
             disable_log_stats=True,
-            capture_consumers=[
-                "inline",
-                {"name": "inline", "instance_name": "small", "params": SMALL},
-            ],
+            capture_consumers=["inline"],
         )
         self.engine: AsyncLLM = self.loop.run_until_complete(self._open(arguments))
 
@@ -83,19 +76,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def asking(
-    kind: RequestOutputKind,
-    positions: Any = "all",
-    name: str = "inline",
-    **options: Any,
+    kind: RequestOutputKind, positions: Any = "all", **options: Any
 ) -> SamplingParams:
     spec = {"hooks": {"post_block": "all"}, "positions": positions}
     chosen: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 12}
-    return SamplingParams(output_kind=kind, capture={name: spec}, **chosen | options)
+    return SamplingParams(
+        output_kind=kind, capture={"inline": spec}, **chosen | options
+    )
 
 
-def payload(output: RequestOutput, name: str = "inline") -> Any:
+def payload(output: RequestOutput) -> Any:
     results: Any = output.capture_results  # type: ignore[attr-defined]
-    return results[name].payload
+    return results["inline"].payload
 
 
 def statuses(outputs: Sequence[RequestOutput]) -> list[str]:
@@ -182,22 +174,6 @@ def test_rows_come_only_at_the_end_where_that_is_asked_for(served: Served) -> No
     assert len(payload(last)[0, "post_block"]) == 16
 
 
-def test_a_reader_that_disconnects_frees_its_rows(served: Served) -> None:
-    # Three hook points, 10 prompt rows and 11 generated ones, held twice while read.
-    size = 2 * 3 * 21 * ROW_BYTES
-    assert size < SMALL["max_inflight_bytes"] < 2 * size
-
-    async def leave() -> None:
-        outputs = served.outputs(prompt(10, seed=5), asking(DELTA, name="small"))
-        async for _ in outputs:
-            break
-        await outputs.aclose()  # type: ignore[attr-defined]
-        await asyncio.sleep(0.5)
-
-    for _ in range(3):
-        served.loop.run_until_complete(leave())
-
-
 def test_the_example_prints_rows_as_they_come(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,54 +186,3 @@ def test_the_example_prints_rows_as_they_come(
     rows = re.findall(r"^ *(\d+)  .+ (\d+\.\d\d) +(\d+\.\d\d)$", printed, re.M)
     positions = [int(position) for position, _, _ in rows]
     assert positions == list(range(len(rows))) and len(rows) > 20
-
-
-def test_a_session_whose_prompt_comes_in_parts_is_refused(served: Served) -> None:
-    # At a position that streaming input could not have; the error must be another one.
-    asked = asking(DELTA, [50])
-
-    async def parts() -> AsyncIterator[StreamingInput]:
-        yield StreamingInput(prompt={"prompt_token_ids": prompt(5)})  # type: ignore[typeddict-item]
-
-    async def collect() -> None:
-        async for _ in served.engine.generate(parts(), asked, "session"):  # type: ignore[arg-type]
-            raise AssertionError("the session was let in")
-
-    with pytest.raises(ValueError, match="streaming input.*the whole prompt") as caught:
-        served.loop.run_until_complete(collect())
-    assert caught.value.parameter == "capture"  # type: ignore[attr-defined]
-    assert "inline" in caught.value.value  # type: ignore[attr-defined]
-
-
-def test_too_many_bytes_are_refused_with_their_number(served: Served) -> None:
-    asked = asking(FINAL_ONLY, name="small", max_tokens=100)
-    with pytest.raises(
-        ValueError, match=f"capture.small: .* may take {3 * 109 * ROW_BYTES} bytes"
-    ):
-        served.all(prompt(10, seed=6), asked)
-    # The rows of outputs before the last count as well.
-    asked = asking(DELTA, name="small", max_tokens=17)
-    with pytest.raises(ValueError, match=f"alone may hold {2 * 3 * 26 * ROW_BYTES}"):
-        served.all(prompt(10, seed=6), asked)
-
-
-def test_requests_in_flight_are_bounded_together(served: Served) -> None:
-    asked = asking(FINAL_ONLY, name="small", max_tokens=16)
-    size = 3 * 25 * ROW_BYTES
-    assert 2 * size < SMALL["max_inflight_bytes"] < 3 * size
-
-    async def three() -> list[Any]:
-        async def one(seed: int) -> RequestOutput:
-            outputs = served.outputs(prompt(10, seed=seed), asked)
-            return [output async for output in outputs][-1]
-
-        every = (one(seed) for seed in range(8, 11))
-        return await asyncio.gather(*every, return_exceptions=True)
-
-    *good, refused = served.loop.run_until_complete(three())
-    assert [len(payload(o, "small")[0, "post_block"]) for o in good] == [25, 25]
-    assert isinstance(refused, ValueError)
-    message = f"may hold {size} bytes of rows, and those in flight may hold {2 * size}"
-    assert message in str(refused)
-    again = served.all(prompt(10, seed=10), asked)[-1]
-    assert len(payload(again, "small")[0, "post_block"]) == 25

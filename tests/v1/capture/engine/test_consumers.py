@@ -4,7 +4,6 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -14,52 +13,10 @@ from tests.support.captured import CapturedEngine, Keeper, asking, prompt
 from tests.support.hf_reference import relative_error
 from tests.support.plugins import MEAN, install
 from vllm import SamplingParams
-from vllm.v1.capture.consumers.filesystem import (
-    FilesystemCaptureRequest,
-    read_request,
-)
-from vllm.v1.capture.selectors import parse_spec
-from vllm.v1.capture.types import (
-    CaptureChunk,
-    CaptureContext,
-    CaptureFinalize,
-    CaptureKey,
-    CaptureResult,
-    CaptureSpec,
-)
+from vllm.v1.capture.consumers.filesystem import read_request
+from vllm.v1.capture.types import CaptureContext, CaptureSpec
 
 pytestmark = pytest.mark.e2e
-
-
-class Stream:
-    """A ready sink that receives rows before they are known to be valid."""
-
-    location = "driver"
-    reads_client_spec = True
-    truncates = True
-    instance_name = "stream"
-
-    def __init__(self) -> None:
-        self.chunks: list[CaptureChunk] = []
-        self.results: dict[CaptureKey, CaptureResult] = {}
-
-    def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
-        self.chunks.clear()
-        return parse_spec(raw, ctx, "capture.stream")
-
-    def submit_chunk(self, chunk: CaptureChunk) -> None:
-        self.chunks.append(chunk)
-
-    def submit_finalize(self, finalize: CaptureFinalize) -> None:
-        counting = finalize.sidecar["num_rows"]
-        result = CaptureResult(finalize.key, "ok", payload={"counting": counting})
-        self.results[finalize.key] = result
-
-    def get_result(self, key: CaptureKey) -> CaptureResult | None:
-        return self.results.pop(key, None)
-
-    def shutdown(self, timeout: float = 30.0) -> None:
-        pass
 
 
 class Nothing(Keeper):
@@ -69,9 +26,6 @@ class Nothing(Keeper):
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         return CaptureSpec({"post_block": []}, "all")
-
-
-STREAM = Stream()
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +46,6 @@ def several(
         capture_consumers=[
             f"filesystem:root={root}",
             {"name": "mean", "instance_name": "twice", "params": {"scale": 2}},
-            "memory",
-            STREAM,
             Nothing(),
         ],
     )
@@ -118,20 +70,6 @@ def test_a_global_spec_captures_of_every_request(several: CapturedEngine) -> Non
     assert {n: r.status for n, r in results(output).items()} == {"keeper": "ok"}
     assert list(several.rows(output)) == [(0, "post_block")]
     several.check(output, [8])
-
-
-def test_rows_stay_until_they_are_dropped(several: CapturedEngine) -> None:
-    prompts = [prompt(n, seed=n) for n in (5, 7)]
-    spec = {"hooks": {"post_block": [1]}, "positions": "all_prompt"}
-    several.run(prompts, params(memory=spec | {"name": "kept"}))
-    kept = several.llm.captured("kept")
-    for one, tokens in zip(kept, prompts, strict=True):
-        expected = several.reference.stream(tokens)[1, "post_block"]
-        assert relative_error(one.rows[1, "post_block"], expected) < 1e-4
-    assert several.llm.captured()["names"]["kept"]["requests"] == 2
-    assert several.llm.drop_captured("kept")["rows"] == 12
-    with pytest.raises(ValueError, match="no rows are kept under this name"):
-        several.llm.captured("kept")
 
 
 def test_a_request_overrides_the_global_spec(several: CapturedEngine) -> None:
@@ -169,20 +107,6 @@ def test_consumers_read_the_same_rows_at_other_positions(
     assert torch.allclose(mean, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_request_may_be_given_as_a_dataclass(
-    several: CapturedEngine, root: Path
-) -> None:
-    wish = FilesystemCaptureRequest(
-        request_id="typed", tag="t", hooks={"pre_attn": "all"}, positions="all_prompt"
-    )
-    (output,) = several.run([prompt(6, seed=503)], params(filesystem=wish))
-    assert results(output)["filesystem"].status == "ok"
-    rows = read_request(root, "t", "typed")
-    assert {tap: tuple(r.shape) for tap, r in rows.items()} == {
-        (layer, "pre_attn"): (6, 64) for layer in range(3)
-    }
-
-
 def test_samples_have_files_of_their_own(several: CapturedEngine, root: Path) -> None:
     wish = {"request_id": "pair", "tag": "t", "hooks": {"pre_attn": [0]}}
     asked = params(filesystem=wish | {"positions": "all"})
@@ -196,43 +120,9 @@ def test_samples_have_files_of_their_own(several: CapturedEngine, root: Path) ->
         assert relative_error(found, expected) < 1e-4
 
 
-def test_a_ready_sink_gets_rows_while_they_are_computed(
-    several: CapturedEngine,
-) -> None:
-    spec = {"hooks": {"post_block": [1]}, "positions": "all"}
-    asked = params(stream=spec)
-    (output,) = several.run([prompt(9, seed=506)], asked)
-    result = results(output)["stream"]
-    assert result.status == "ok" and result.payload == {"counting": 12}
-    parts = [chunk.metadata["positions"] for chunk in STREAM.chunks]
-    assert len(parts) >= 3, "rows came only at the end"
-    assert [p for part in parts for p in part][:12] == list(range(12))
-    fed = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
-    expected = several.reference.stream(fed)[1, "post_block"]
-    rows = torch.cat([chunk.tensor for chunk in STREAM.chunks])[:12]
-    assert relative_error(rows, expected) < 1e-4
-
-
 def test_a_consumer_that_wants_no_rows_has_a_result(
     several: CapturedEngine,
 ) -> None:
     (output,) = several.run([prompt(9, seed=507)], params(nothing={}))
     found = {name: result.status for name, result in results(output).items()}
     assert found == {"keeper": "ok", "nothing": "not_requested"}
-
-
-def test_requests_of_one_call_cannot_share_a_request_id(
-    several: CapturedEngine, root: Path
-) -> None:
-    spec = {"request_id": "shared", "tag": "t", "hooks": {"post_block": [0]}}
-    asked = params(filesystem=spec | {"positions": "all_prompt"})
-    with pytest.raises(ValueError, match="request_id: a request in flight"):
-        several.run([prompt(9, seed=520), prompt(5, seed=521)], asked)
-    capture = several.llm.llm_engine.capture  # type: ignore[attr-defined]
-    for _ in range(100):  # The first one was aborted, which takes a moment.
-        if not capture.describe()["counters"]["requests_in_flight"]:
-            break
-        sleep(0.1)
-    (output,) = several.run([prompt(5, seed=521)], asked)
-    assert results(output)["filesystem"].status == "ok"
-    assert read_request(root, "t", "shared")[0, "post_block"].shape == (5, 64)

@@ -83,22 +83,6 @@ def test_an_abort_before_the_first_step_is_an_error(engine: CapturedEngine) -> N
     assert "before any of its rows was computed" in (result.error or "")
 
 
-def test_a_consumer_that_raises_spoils_only_what_it_raised_for(
-    engine: CapturedEngine,
-) -> None:
-    engine.keeper.refused_layers = {1}
-    params = asking("last_prompt", {"post_block": "all"}, max_tokens=2)
-    (output,) = engine.run([prompt(9, seed=203)], params)
-    engine.keeper.refused_layers = set()
-    result = output.capture_results["keeper"]  # type: ignore[attr-defined]
-    assert result.status == "partial_error"
-    assert result.error == "RuntimeError: layer 1 is not wanted"
-    assert len(output.outputs[0].token_ids) == 2
-    assert sorted(engine.rows(output)) == [(0, "post_block"), (2, "post_block")]
-    (output,) = engine.run([prompt(9, seed=204)], params)
-    assert output.capture_results["keeper"].status == "ok"  # type: ignore[attr-defined]
-
-
 BAD: list[tuple[Any, str]] = [
     ({"nobody": {}}, "nobody.*keeper"),
     ({"keeper": {"hooks": {"post_block": [0]}, "positions": [99]}}, "max_tokens.*99"),

@@ -4,6 +4,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.captured import CapturedEngine, asking, prompt
 from vllm import SamplingParams
@@ -41,6 +42,15 @@ def test_one_generated_token_has_no_row_of_its_own(engine: CapturedEngine) -> No
     engine.check(output, [])
     (output,) = engine.run([prompt(5, seed=3)], asking("last_generated", max_tokens=1))
     engine.check(output, [])
+
+
+def test_the_first_block_is_given_the_embedding_bit_for_bit(
+    engine: CapturedEngine,
+) -> None:
+    (output,) = engine.run([prompt(7, seed=4)], asking("all_prompt", {"pre_attn": [0]}))
+    embedding = engine.reference.model.get_input_embeddings()
+    exact = embedding(torch.tensor(output.prompt_token_ids))
+    assert torch.equal(engine.rows(output)[0, "pre_attn"], exact)
 
 
 def test_requests_with_and_without_capture_share_steps(engine: CapturedEngine) -> None:

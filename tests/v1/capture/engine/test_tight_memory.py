@@ -4,7 +4,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -32,61 +31,39 @@ def tight(request: pytest.FixtureRequest, model: Path) -> Iterator[CapturedEngin
     engine.close()
 
 
-class Watch:
-    """Counts what the scheduler does."""
+@pytest.fixture
+def scheduled(tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each step."""
+    core: Any = tight.llm.llm_engine.engine_core
+    scheduler, counts = core.engine_core.scheduler, []
+    schedule = scheduler.schedule
 
-    def __init__(self, engine: CapturedEngine, monkeypatch: pytest.MonkeyPatch):
-        core: Any = engine.llm.llm_engine.engine_core
-        scheduler = core.engine_core.scheduler
-        self.tokens: list[int] = []
-        self.preempt = Mock(wraps=scheduler._preempt_request)
-        schedule = scheduler.schedule
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        counts.append(output.total_num_scheduled_tokens)
+        return output
 
-        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
-            self.tokens.append(output.total_num_scheduled_tokens)
-            return output
-
-        monkeypatch.setattr(scheduler, "_preempt_request", self.preempt)
-        monkeypatch.setattr(scheduler, "schedule", counted_schedule)
+    monkeypatch.setattr(scheduler, "schedule", counted)
+    return counts
 
 
 def test_a_prompt_larger_than_the_staging_memory_is_spread_over_steps(
-    tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch
+    tight: CapturedEngine, scheduled: list[int]
 ) -> None:
-    watch = Watch(tight, monkeypatch)
     (output,) = tight.run([prompt(50, seed=300)], asking("all", max_tokens=3))
     tight.check(output)
-    assert max(watch.tokens) == TOKENS_A_STEP
+    assert max(scheduled) == TOKENS_A_STEP
 
 
 def test_positions_that_are_not_captured_cost_no_staging_memory(
-    tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch
+    tight: CapturedEngine, scheduled: list[int]
 ) -> None:
-    watch = Watch(tight, monkeypatch)
     (output,) = tight.run([prompt(50, seed=301)], asking("last_prompt", max_tokens=2))
     tight.check(output, [49])
-    assert max(watch.tokens) == 50
+    assert max(scheduled) == 50
 
 
 def test_more_requests_than_fit_a_step_take_turns(tight: CapturedEngine) -> None:
     prompts = [prompt(10, seed=310 + i) for i in range(7)]
     for output in tight.run(prompts, asking("all", max_tokens=6)):
         tight.check(output)
-
-
-@pytest.mark.parametrize("positions", ["all", "all_generated", "all_prompt"])
-def test_a_request_that_was_preempted_has_each_row_once(
-    tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch, positions: str
-) -> None:
-    watch = Watch(tight, monkeypatch)
-    prompts = [prompt(60, seed=320 + i) for i in range(3)]
-    outputs = tight.run(prompts, asking(positions, max_tokens=40))
-    assert watch.preempt.called, "the test is pointless without a preemption"
-    wanted = {
-        "all": range(99),
-        "all_generated": range(60, 99),
-        "all_prompt": range(60),
-    }[positions]
-    for output in outputs:
-        tight.check(output, wanted)
