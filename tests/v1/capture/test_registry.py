@@ -81,24 +81,20 @@ def test_an_instance_cannot_move(plugin: None) -> None:
         build_consumer(ConsumerConfig("moving"), None)  # type: ignore[arg-type]
 
 
-def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(UnknownCaptureConsumerError, match="filesystem.*logging"):
-        consumer_class("no-such-consumer")
-
-
-def test_a_name_that_two_packages_define_is_refused(plugin: None) -> None:
-    with pytest.raises(CaptureValidationError, match="several packages"):
-        consumer_class("twice")
-
-
-def test_a_package_that_cannot_be_imported_is_named(plugin: None) -> None:
-    with pytest.raises(CaptureValidationError, match="no_such_module"):
-        consumer_class("absent")
-
-
-def test_a_class_that_is_no_consumer_is_refused(plugin: None) -> None:
-    with pytest.raises(CaptureValidationError, match="neither a CaptureConsumer nor"):
-        consumer_class("nothing")
+@pytest.mark.parametrize(
+    ("name", "error", "why"),
+    [
+        ("no-such-consumer", UnknownCaptureConsumerError, "filesystem.*logging"),
+        ("twice", CaptureValidationError, "several packages"),
+        ("absent", CaptureValidationError, "no_such_module"),
+        ("nothing", CaptureValidationError, "neither a CaptureConsumer nor"),
+    ],
+)
+def test_a_name_that_gives_no_consumer_is_refused(
+    plugin: None, name: str, error: type[Exception], why: str
+) -> None:
+    with pytest.raises(error, match=why):
+        consumer_class(name)
 
 
 def test_wrong_parameters_are_refused_by_instance(plugin: None) -> None:

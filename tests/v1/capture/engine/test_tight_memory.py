@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,11 +32,15 @@ def tight(request: pytest.FixtureRequest, model: Path) -> Iterator[CapturedEngin
     engine.close()
 
 
+def scheduler_of(engine: CapturedEngine) -> Any:
+    core: Any = engine.llm.llm_engine.engine_core
+    return core.engine_core.scheduler
+
+
 @pytest.fixture
 def scheduled(tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each step."""
-    core: Any = tight.llm.llm_engine.engine_core
-    scheduler, counts = core.engine_core.scheduler, []
+    scheduler, counts = scheduler_of(tight), []
     schedule = scheduler.schedule
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -67,3 +72,22 @@ def test_more_requests_than_fit_a_step_take_turns(tight: CapturedEngine) -> None
     prompts = [prompt(10, seed=310 + i) for i in range(7)]
     for output in tight.run(prompts, asking("all", max_tokens=6)):
         tight.check(output)
+
+
+@pytest.mark.parametrize("positions", ["all", "all_generated", "all_prompt"])
+def test_a_request_that_was_preempted_has_each_row_once(
+    tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch, positions: str
+) -> None:
+    scheduler = scheduler_of(tight)
+    preempt = Mock(wraps=scheduler._preempt_request)
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    prompts = [prompt(60, seed=320 + i) for i in range(3)]
+    outputs = tight.run(prompts, asking(positions, max_tokens=40))
+    assert preempt.called, "the test is pointless without a preemption"
+    wanted = {
+        "all": range(99),
+        "all_generated": range(60, 99),
+        "all_prompt": range(60),
+    }[positions]
+    for output in outputs:
+        tight.check(output, wanted)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled passes steer like eager ones, for every kind of entry."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ pytestmark = [
 ]
 
 HOOKS = ("pre_attn", "post_attn", "post_block")
-TIERS = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
 PROMPTS = [[(7 * i + 3 * j) % _models.VOCAB for j in range(9 + i)] for i in range(4)]
 PROMPT = PROMPTS[0]
 SIZE = len(PROMPT)
@@ -43,28 +41,6 @@ def steered(
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     yield llm, InnerReference(path)
     llm.llm_engine.engine_core.shutdown()
-
-
-def of_tier(tier: str, added: torch.Tensor) -> _models.Change:
-    prefill = None if tier == "decode_steering_vectors" else added
-    decode = None if tier == "prefill_steering_vectors" else added
-    return _models.add_by_phase(SIZE, prefill, decode)
-
-
-def test_every_tier_at_every_hook_point_in_one_batch(steered: Any) -> None:
-    llm, reference = steered
-    cases = [
-        (tier, (number % _models.LAYERS, hook), vector(number))
-        for number, (tier, hook) in enumerate(itertools.product(TIERS, HOOKS))
-    ]
-    specs: list[dict[str, Any]] = [{t: {h: {n: v}}} for t, (n, h), v in cases]
-    sampling = [params(**spec) for spec in specs]
-    *outputs, plain = generate(llm, [PROMPT] * 10, [*sampling, params()])
-    assert compared(plain, reference, {})[0] < 1e-4
-    for (tier, tap, added), output in zip(cases, outputs, strict=True):
-        changes = {tap: of_tier(tier, added)}
-        wrong, effect = compared(output, reference, changes)
-        assert wrong < 1e-4 and effect > 1e-3
 
 
 def along(stream: torch.Tensor, direction: torch.Tensor, factor: float) -> torch.Tensor:
