@@ -2,7 +2,6 @@
 """Results in a notebook, and their parts."""
 
 import sys
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -42,10 +41,9 @@ def test_without_the_client_there_is_only_text(monkeypatch: pytest.MonkeyPatch) 
         st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), max_size=9
     ),
     st.integers(0, 20),
-    st.sampled_from([2, 64]),
 )
 def test_parts_join_alike_however_they_were_sent(
-    drawn: list[tuple[int, int, bool]], stop: int, joined_at: int
+    drawn: list[tuple[int, int, bool]], stop: int
 ) -> None:
     """Also single tokens behind gaps, beside parts of several and beside errors."""
     readout = Readout("n", "norm", ((1, "post_block"),), ((0, 99),))
@@ -59,8 +57,7 @@ def test_parts_join_alike_however_they_were_sent(
             part = ReadoutPart("n", position, count, {**arrays}, error=error)
             if packs:
                 part.pack()
-            with patch("vllm.v1.readouts.frontend.collector.JOINED", joined_at):
-                joined.add(part)
+            joined.add(part)
         expected += [] if fails else range(position, min(position + count, stop))
         position += count
     found, other = packed.whole(stop), plain.whole(stop)

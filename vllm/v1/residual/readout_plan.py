@@ -5,7 +5,10 @@ Built once, at admission. This module does not import torch, because
 `vllm.sampling_params` imports it through the capture plan.
 """
 
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -13,10 +16,9 @@ import numpy as np
 from vllm.v1.residual.spans import Spans, merged
 from vllm.v1.residual.tap import Tap, behind
 
-Packed: TypeAlias = dict[str, tuple[str, tuple[int, ...], bytes]]
-"""Arrays by name: dtype, shape and data in row-major order."""
 MAX_PACKED = 4096
 """Largest size of an array, in bytes, that is packed with its part."""
+Array: TypeAlias = np.ndarray[Any, Any]
 
 Kind: TypeAlias = Literal[
     "rows", "probe", "lens", "sae", "norm", "custom", "attention", "attribution"
@@ -242,7 +244,16 @@ class ReadoutRows(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return f"{self.tap[1]}.{self.name}.{self.array}"
 
 
-class ReadoutPart(msgspec.Struct, array_like=True):
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """How packed arrays lie in memory: in rows, of the values of each array in turn."""
+
+    axes: tuple[int, ...]
+    """The first axes of each array; there are as many rows as their product."""
+    arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
+    """Name, dtype and further axes of each array."""
+
+
+class ReadoutPart(msgspec.Struct, array_like=True, gc=False):
     """One step's results for one readout of a request."""
 
     name: str
@@ -250,33 +261,103 @@ class ReadoutPart(msgspec.Struct, array_like=True):
     """Token position of the first token; the positions are consecutive."""
     count: int
     """Tokens that the arrays cover."""
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, Array]
     """NumPy arrays by name: `[count, ...]`, or without `count` if reduced."""
     reduced: bool = False
     """Whether the arrays hold one value for all tokens."""
     error: str = ""
     """Why there is no result; empty if there is."""
-    packed: Packed = {}
-    """Small arrays, between processes.
+    form: str = ""
+    """The form of small arrays between processes, as JSON; empty without these.
 
     Each array is a message of its own otherwise, and a step has dozens of them.
     """
+    data: bytes = b""
+    """The values of these arrays."""
 
     def pack(self) -> None:
-        """Move small arrays to `packed`."""
-        for name, one in list(self.arrays.items()):
-            if one.nbytes <= MAX_PACKED:
-                self.packed[name] = one.dtype.str, one.shape, one.tobytes()
-                del self.arrays[name]
+        """Move small arrays to `data`."""
+        own = {k: v for k, v in self.arrays.items() if v.nbytes <= MAX_PACKED}
+        if own:
+            is_single = self.count == 1 and not self.reduced
+            has_axis = all([one.shape[:1] == (1,) for one in own.values()])
+            self.form = packed_form((1,) if is_single and has_axis else (), own)
+            self.data = b"".join([one.tobytes() for one in own.values()])
+            self.arrays = {k: v for k, v in self.arrays.items() if k not in own}
 
     def unpack(self) -> None:
         """Move the arrays back, which are read-only then."""
-        for name, (dtype, shape, data) in self.packed.items():
-            self.arrays[name] = np.frombuffer(data, dtype).reshape(shape)
-        self.packed = {}
+        if self.form:
+            self.arrays |= unpacked(self.form, self.data)
+            self.form, self.data = "", b""
 
 
-class RequestReadouts(msgspec.Struct, array_like=True):
+def packed_form(axes: tuple[int, ...], arrays: Mapping[str, Array]) -> str:
+    """The form of arrays whose first axes are rows, and in the form `axes`."""
+    skipped = 1 if axes else 0
+    own = [(k, one.dtype.str, one.shape[skipped:]) for k, one in arrays.items()]
+    return _json_of(Form(axes, tuple(own)))
+
+
+@lru_cache(1024)
+def _json_of(form: Form) -> str:
+    return msgspec.json.encode(form).decode()
+
+
+@lru_cache(1024)
+def _form_of(text: str) -> Form:
+    return msgspec.json.decode(text, type=Form)
+
+
+def is_by_token(form: str) -> bool:
+    """Whether the first axis of the packed arrays is that of tokens."""
+    return bool(form) and bool(_form_of(form).axes)
+
+
+def unpacked(form: str, data: bytes, tokens: int | None = None) -> dict[str, Array]:
+    """Arrays by name of packed values.
+
+    Args:
+        form: of one part.
+        data: the values of the part, or of several one after another.
+        tokens: the first axis, if there are several parts of one token each.
+
+    """
+    found = _form_of(form)
+    axes = found.axes if tokens is None else (tokens, *found.axes[1:])
+    sizes = [np.dtype(kind).itemsize * prod(own) for _, kind, own in found.arrays]
+    rows = np.frombuffer(data, np.uint8).reshape(prod(axes), sum(sizes))
+    arrays, at = {}, 0
+    for (name, dtype, own), size in zip(found.arrays, sizes):
+        values = np.ascontiguousarray(rows[:, at : at + size]).view(dtype)
+        arrays[name] = values.reshape(*axes, *own)
+        at += size
+    return arrays
+
+
+class TokenRow(NamedTuple):
+    """Where the values of a single token are in the packed values of a job."""
+
+    name: str
+    """Of the readout."""
+    form: str
+    start: int
+    """Token position, less the shift of the step."""
+    first: int
+    stop: int
+    """Bytes in the values of the job."""
+
+
+class JobTokens(NamedTuple):
+    """What a job has computed for requests with a single token in the step."""
+
+    rows: Mapping[str, Sequence[TokenRow]]
+    """By request; the same object in steps with the same layout."""
+    data: bytes
+    shift: int
+
+
+class RequestReadouts(NamedTuple):
     """One step's results for a request."""
 
     start: int
@@ -287,8 +368,43 @@ class RequestReadouts(msgspec.Struct, array_like=True):
     parts: list[ReadoutPart]
 
 
-StepReadouts: TypeAlias = dict[str, RequestReadouts]
-"""The results of a step, by request id."""
+class StepReadouts(NamedTuple):
+    """The results of a step.
+
+    Those of single tokens are made into parts one request at a time, as they are taken.
+    """
+
+    starts: Mapping[str, int]
+    """Token position of each request's first row in the step, less `shift`."""
+    shift: int
+    parts: Mapping[str, list[ReadoutPart]]
+    """By request."""
+    tokens: Sequence[JobTokens] = ()
+
+    def get(self, req_id: str) -> RequestReadouts | None:
+        """The results of a request, if it has any."""
+        parts = [*self._singles(req_id), *self.parts.get(req_id, ())]
+        if not parts:
+            return None
+        return RequestReadouts(self.starts[req_id] + self.shift, parts)
+
+    def token_at(self, req_id: str, position: int) -> list[ReadoutPart] | None:
+        """The results of a request if all are of the token at `position`; else None."""
+        if req_id in self.parts:
+            return None
+        parts = self._singles(req_id)
+        for part in parts:
+            if part.start != position:
+                return None
+        return parts or None
+
+    def _singles(self, req_id: str) -> list[ReadoutPart]:
+        parts = []
+        for rows, data, shift in self.tokens:
+            for name, form, start, first, stop in rows.get(req_id, ()):
+                own = form, data[first:stop]
+                parts.append(ReadoutPart(name, start + shift, 1, {}, False, "", *own))
+        return parts
 
 
 class ReadoutCounters(msgspec.Struct):

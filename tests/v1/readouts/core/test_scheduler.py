@@ -14,11 +14,10 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
 from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
-    Packed,
     Readout,
     ReadoutPart,
     ReadoutPlan,
-    RequestReadouts,
+    StepReadouts,
     StopWhen,
 )
 
@@ -36,10 +35,10 @@ def request(*stops: StopWhen, positions: Any = ((0, 1 << 40),)) -> Any:
     )
 
 
-def values(start: int, *numbers: float) -> dict[str, RequestReadouts]:
+def values(start: int, *numbers: float) -> StepReadouts:
     array = np.array(numbers, dtype=np.float32)[:, None]
     part = ReadoutPart("p", start, len(numbers), {"values": array})
-    return {"r": RequestReadouts(start, [part])}
+    return StepReadouts({"r": start}, 0, {"r": [part]})
 
 
 def opened(one: Any) -> ReadoutScheduling:
@@ -76,10 +75,10 @@ def test_arrays_are_the_same_between_processes(array: np.ndarray[Any, Any]) -> N
     part.pack()
     assert ("a" in part.arrays) == (array.nbytes > MAX_PACKED)
     assert "large" in part.arrays
-    received = msgspec.msgpack.decode(msgspec.msgpack.encode(part.packed), type=Packed)
-    part.packed = received
+    sent = msgspec.msgpack.encode((part.form, part.data))
+    part.form, part.data = msgspec.msgpack.decode(sent, type=tuple[str, bytes])
     part.unpack()
-    assert part.arrays["a"].dtype == array.dtype and not part.packed
+    assert part.arrays["a"].dtype == array.dtype and not part.data
     np.testing.assert_array_equal(part.arrays["a"], array)
 
 

@@ -21,7 +21,13 @@ from vllm.v1.readouts.frontend.collector import result_of
 from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.readouts.worker import worker
 from vllm.v1.readouts.worker.head_parts import HeadParts
-from vllm.v1.residual.readout_plan import Probe, Readout, ReadoutPart, ReadoutPlan
+from vllm.v1.residual.readout_plan import (
+    Probe,
+    Readout,
+    ReadoutPart,
+    ReadoutPlan,
+    StepReadouts,
+)
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.step_layout import StepLayout
 from vllm.v1.residual.step_view import StepView
@@ -196,7 +202,7 @@ def read_out(
             tensors = one.step(step, tensors)
         pending = stages[-1].readouts.take()
         assert not tensors
-        results = {} if pending is None else pending.collect()
+        results = StepReadouts({}, 0, {}) if pending is None else pending.collect()
         for req_id, (start, tokens) in step.items():
             own = requests[req_id]
             own.num_tokens = start + tokens

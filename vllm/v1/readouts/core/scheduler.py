@@ -18,7 +18,6 @@ from vllm.v1.residual.readout_plan import (
     Readout,
     ReadoutPart,
     ReadoutPlan,
-    RequestReadouts,
     StepReadouts,
 )
 from vllm.v1.residual.spans import Spans
@@ -52,21 +51,26 @@ class _State:
     """
 
     def counting(
-        self, found: RequestReadouts, request: "Request", num_tokens: int, sampled: int
+        self, step: StepReadouts, request: "Request", num_tokens: int, sampled: int
     ) -> list[ReadoutPart]:
         """The results of a step that count, with corrected positions."""
-        is_one = sampled == num_tokens == 1
-        is_next = self.next_position <= found.start == request.num_tokens - 1
-        if is_one and is_next and all([part.count == 1 for part in found.parts]):
-            self.next_position = request.num_tokens
-            return found.parts
+        req_id, position = request.request_id, request.num_tokens - 1
+        if sampled == num_tokens == 1 and self.next_position <= position:
+            # As of most requests in most steps.
+            parts = step.token_at(req_id, position)
+            if parts is not None:
+                self.next_position = position + 1
+                return parts
+        found = step.get(req_id)
+        if found is None:
+            return []
         start, stop = found.start, None
         if sampled:
             # With draft tokens a step is prepared before it is known how many drafts
             # of the previous one were rejected; the request has the accepted ones.
             start = request.num_tokens - num_tokens
             stop = request.num_tokens + sampled - 1
-        parts: list[ReadoutPart] = []
+        parts = []
         for part in found.parts:
             ranges = self.by_name[part.name].ranges
             part.start += start - found.start
@@ -102,7 +106,7 @@ class ReadoutScheduling:
         request: "Request",
         step: StepReadouts,
         num_tokens: int,
-        new_token_ids: Sequence[int],
+        new_token_ids: list[int],
     ) -> ReadOut:
         """Store a step's results and apply the request's stop conditions.
 
@@ -117,17 +121,14 @@ class ReadoutScheduling:
             The new tokens that remain, and the stop reason if a readout fired.
 
         """
-        tokens = list(new_token_ids)
-        state = self._states[request.request_id]
-        found = step.get(request.request_id)
-        if found is None:
-            return ReadOut(tokens)
+        state, tokens, fired = self._states[request.request_id], new_token_ids, ""
         try:
-            parts = state.counting(found, request, num_tokens, len(tokens))
-            left, fired = self._ended(request, state, parts, tokens)
-            if left is not None:
-                parts = [part for one in parts for part in _below(one, left)]
-                tokens = tokens[: left - request.num_tokens]
+            parts = state.counting(step, request, num_tokens, len(tokens))
+            if state.plan.stop_when and tokens:
+                left, fired = self._ended(request, state, parts)
+                if left is not None:
+                    parts = [part for one in parts for part in _below(one, left)]
+                    tokens = tokens[: left - request.num_tokens]
         except Exception as error:
             logger.exception("The readouts of %s failed", request.request_id)
             start, fired = request.num_tokens - num_tokens, ""
@@ -143,11 +144,8 @@ class ReadoutScheduling:
         request: "Request",
         state: _State,
         parts: Sequence[ReadoutPart],
-        tokens: Sequence[int],
     ) -> tuple[int | None, str]:
         """The position after the first token that fires, and the stop reason."""
-        if not state.plan.stop_when or not tokens:
-            return None, ""
         assert request.sampling_params is not None, "it generates tokens"
         # As for upstream's stop tokens and strings.
         least = request.num_prompt_tokens + request.sampling_params.min_tokens - 1
@@ -175,7 +173,8 @@ def take_parts(request: "Request") -> list[ReadoutPart] | None:
     """Remove and return the request's results that its next output carries."""
     parts: list[ReadoutPart] | None = vars(request).pop(_PARTS, None)
     for part in parts or ():
-        part.pack()
+        if part.arrays:
+            part.pack()
     return parts or None
 
 

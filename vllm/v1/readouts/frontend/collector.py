@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects a request's readout results in the output processor."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from functools import reduce
-from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,8 @@ from vllm.v1.residual.readout_plan import (
     ReadoutPlan,
     ReadoutRows,
     StopWhen,
+    is_by_token,
+    unpacked,
 )
 from vllm.v1.residual.spans import Spans, overlap
 from vllm.v1.residual.tap import Tap
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-JOINED = 64
-"""So many single tokens are joined as they come, not when a batch of requests ends."""
 MOST_ERRORS = 4
 """Most different errors that a result names."""
 
@@ -172,24 +171,52 @@ def _note_unread(rule: StopWhen, result: ReadoutResult) -> None:
         )
 
 
+class Run:
+    """Consecutive single tokens whose packed values have one form.
+
+    A request has one of these for each token that it generates; an array for each would
+    take 5 us.
+    """
+
+    __slots__ = ("_data", "_form", "_name", "_start")
+
+    def __init__(self, first: ReadoutPart) -> None:
+        self._name, self._start, self._form = first.name, first.start, first.form
+        self._data = [first.data]
+
+    def add(self, part: ReadoutPart) -> bool:
+        """Add the next token; False if the part does not continue the run."""
+        if part.form != self._form or part.start != self._start + len(self._data):
+            return False
+        self._data.append(part.data)
+        return True
+
+    def part(self) -> ReadoutPart:
+        """All tokens as one part, with arrays."""
+        count = len(self._data)
+        arrays = unpacked(self._form, b"".join(self._data), count)
+        return ReadoutPart(self._name, self._start, count, arrays)
+
+
 class Joined:
     """The parts of one readout of a request, in order of arrival."""
 
     def __init__(self, readout: Readout, note: str | None = None) -> None:
         self.readout = readout
         self._note = note
-        self._parts: list[ReadoutPart] = []
+        self._parts: list[ReadoutPart | Run] = []
         self._shown = 0
-        self._unjoined = 0
-        """How many of the last parts are of single tokens, as they came."""
+        self._run: Run | None = None
+        """The last of the parts, if single tokens may be added to it."""
 
     def add(self, part: ReadoutPart) -> None:
         """Add a step's part; its positions follow those of earlier parts."""
-        self._parts.append(part)
-        self._unjoined = self._unjoined + 1 if part.packed and part.count == 1 else 0
-        if self._unjoined >= JOINED and not self._shown and not self.readout.full:
-            self._parts[-self._unjoined :] = _unpacked(self._parts[-self._unjoined :])
-            self._unjoined = 0
+        is_single = not (part.count > 1 or part.arrays or part.reduced)
+        if is_single and self._run is not None and self._run.add(part):
+            return
+        is_single = is_single and is_by_token(part.form) and not self.readout.full
+        self._run = Run(part) if is_single else None
+        self._parts.append(self._run or part)
 
     def whole(self, stop: int) -> ReadoutResult:
         """The result for all tokens below position `stop`."""
@@ -198,18 +225,19 @@ class Joined:
     def news(self, stop: int) -> ReadoutResult | None:
         """The result of parts added since the last call; None if none or if reduced."""
         fresh, self._shown = self._parts[self._shown :], len(self._parts)
+        self._run = None
         if not fresh or self.readout.reduce != "none":
             return None
         return self._of(fresh, stop)
 
-    def _of(self, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
+    def _of(self, parts: Sequence[ReadoutPart | Run], stop: int) -> ReadoutResult:
         result = result_of(self.readout, parts, stop)
         result.note = self._note
         return result
 
 
 def result_of(
-    readout: Readout, parts: Sequence[ReadoutPart], stop: int
+    readout: Readout, parts: Sequence[ReadoutPart | Run], stop: int
 ) -> ReadoutResult:
     """Join parts in ascending order into one result for tokens below `stop`.
 
@@ -223,14 +251,14 @@ def result_of(
         return ReadoutResult(readout.kind, taps=readout.taps, error=why)
 
 
-def _joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> ReadoutResult:
-    if readout.full:  # Their tokens are on another axis.
-        for part in parts:
-            part.unpack()
-    else:
-        parts = _unpacked(parts)
+def _joined(
+    readout: Readout, parts: Sequence[ReadoutPart | Run], stop: int
+) -> ReadoutResult:
+    opened = [one.part() if isinstance(one, Run) else one for one in parts]
+    for part in opened:
+        part.unpack()
     result = ReadoutResult(readout.kind, taps=readout.taps)
-    kept = [_cut(part, stop) for part in parts if part.start < stop]
+    kept = [_cut(part, stop) for part in opened if part.start < stop]
     errors = sorted({part.error for part in kept if part.error})
     good = [part for part in kept if part.arrays]
     for part in good:
@@ -249,46 +277,6 @@ def _joined(readout: Readout, parts: Sequence[ReadoutPart], stop: int) -> Readou
         errors[MOST_ERRORS:] = [f"and {len(errors) - MOST_ERRORS} more"]
     result.error = "; ".join(errors) or None
     return result
-
-
-def _unpacked(parts: Iterable[ReadoutPart]) -> list[ReadoutPart]:
-    """The parts with their arrays; consecutive single tokens are one part.
-
-    A request has one of these for each token that it generates, and an array for each
-    would take 5 us.
-    """
-    found: list[ReadoutPart] = []
-    for (_, forms), alike in groupby(enumerate(parts), _run_of):
-        own = [part for _, part in alike]
-        if not forms:
-            own[0].unpack()
-            found += own
-            continue
-        arrays = {
-            name: np.frombuffer(
-                b"".join([one.packed[name][2] for one in own]), dtype
-            ).reshape(len(own), *shape[1:])
-            for name, dtype, shape in forms
-        }
-        found.append(ReadoutPart(own[0].name, own[0].start, len(own), arrays))
-    return found
-
-
-def _run_of(
-    numbered: tuple[int, ReadoutPart],
-) -> tuple[int, tuple[tuple[str, str, tuple[int, ...]], ...]]:
-    """What consecutive packed parts of single tokens have in common.
-
-    Returns:
-        A number, and the name, dtype and shape of each array; none of any other part,
-        which has the number for itself.
-
-    """
-    number, part = numbered
-    if part.count != 1 or part.arrays or part.reduced or part.error:
-        return number, ()
-    forms = [(name, dtype, shape) for name, (dtype, shape, _) in part.packed.items()]
-    return part.start - number, tuple(forms)
 
 
 def _cut(part: ReadoutPart, stop: int) -> ReadoutPart:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's results while they are being copied from the device."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,10 +11,12 @@ import torch
 from vllm.v1.readouts.worker.jobs import Entry
 from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
+    JobTokens,
     Kind,
     ReadoutPart,
-    RequestReadouts,
     StepReadouts,
+    TokenRow,
+    packed_form,
 )
 from vllm.v1.residual.tap import Tap
 
@@ -41,6 +43,8 @@ class JobResult:
     """On the host; valid once the copy is complete."""
     errors: dict[int, str] = field(default_factory=dict)
     """Error messages by index of the entry."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What is cached for later results of the same entries."""
 
 
 @dataclass(slots=True)
@@ -76,23 +80,27 @@ class PendingReadouts:
         return self._by_request()
 
     def _by_request(self) -> StepReadouts:
-        found: StepReadouts = {}
+        found: dict[str, list[ReadoutPart]] = {}
         pieces: dict[_Tokens, list[_Piece]] = {}
+        tokens: list[JobTokens] = []
         for result in self.results:
-            for entry, part in zip(result.entries, _parts(result)):
-                of_request = found.get(entry.req_id)
-                if of_request is None:
-                    start = self.starts[entry.req_id] + self.shift
-                    of_request = found[entry.req_id] = RequestReadouts(start, [])
-                if not self.split or part.name not in self.split.get(entry.req_id, ()):
-                    of_request.parts.append(part)
+            arrays = {name: one.numpy() for name, one in result.arrays.items()}
+            singles = None if self.split else _tokens(result, arrays)
+            if singles is not None:
+                tokens.append(singles)
+            for number, entry in enumerate(result.entries):
+                if singles is not None and entry.count == 1:
                     continue
-                part.unpack()
-                tokens = entry.req_id, part.name, part.start, part.count, part.reduced
-                pieces.setdefault(tokens, []).append((entry.readout.taps, part))
+                part = _part(result, number, entry, arrays)
+                if part.name not in self.split.get(entry.req_id, ()):
+                    found.setdefault(entry.req_id, []).append(part)
+                    continue
+                place = entry.req_id, part.name, part.start, part.count, part.reduced
+                pieces.setdefault(place, []).append((entry.readout.taps, part))
         for (req_id, name, *_), own in pieces.items():
-            found[req_id].parts += _merged(self.split[req_id][name], own)
-        return found
+            merged = _merged(self.split[req_id][name], own)
+            found.setdefault(req_id, []).extend(merged)
+        return StepReadouts(self.starts, self.shift, found, tokens)
 
 
 _Tokens: TypeAlias = tuple[str, str, int, int, bool]
@@ -136,50 +144,49 @@ def _find_failures(result: JobResult) -> None:
             result.errors[number] = LENS_FAILED
 
 
-def _parts(result: JobResult) -> Iterator[ReadoutPart]:
-    """The part of each entry."""
-    arrays = {name: one.numpy() for name, one in result.arrays.items()}
-    by_row = _values_by_row(result, arrays)
-    for number, entry in enumerate(result.entries):
-        if not by_row or entry.count != 1 or number in result.errors:
-            yield _part(result, number, entry, arrays)
-            continue
-        # A single token, as of most requests in most steps.
-        readout, start = entry.readout, entry.start + result.shift
-        taps = len(readout.taps)
-        axes = (1,) if readout.kind in ONE_TAP else (1, taps)
-        first, stop = entry.first, entry.first + taps  # The taps that it reads.
-        packed = {
-            label: (dtype, axes + shape, data[first * size : stop * size])
-            for label, dtype, shape, size, data in by_row
-        }
-        yield ReadoutPart(readout.name, start, 1, {}, packed=packed)
+def _tokens(
+    result: JobResult, arrays: Mapping[str, np.ndarray[Any, Any]]
+) -> JobTokens | None:
+    """The packed values of entries with a single token.
 
-
-def _values_by_row(
-    result: JobResult, arrays: dict[str, np.ndarray[Any, Any]]
-) -> list[tuple[str, str, tuple[int, ...], int, bytes]]:
-    """Of each array: label, dtype, shape and bytes of a row's value, and all data.
-
-    Empty if arrays have no value for each row, or are too large to be packed.
+    None if an array has no value for each row, if values are too large to be packed, or
+    if an entry has failed.
     """
-    if not result.entries or result.entries[0].reduced:
-        return []
+    entries = result.entries
+    if not entries or entries[0].reduced or result.errors or not arrays:
+        return None
     size = sum([one.nbytes for one in arrays.values()])
-    kind = result.entries[0].readout.kind
-    if kind not in BY_ROW or size > MAX_PACKED * len(result.entries):
-        return []
-    return [
-        (label, one.dtype.str, one.shape[1:], one.nbytes // len(one), one.tobytes())
-        for label, one in arrays.items()
-    ]
+    if entries[0].readout.kind not in BY_ROW or size > MAX_PACKED * len(entries):
+        return None
+    columns = [one.reshape(len(one), -1).view(np.uint8) for one in arrays.values()]
+    rows = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+    key = "tokens", tuple([(k, one.dtype, one.shape) for k, one in arrays.items()])
+    if key not in result.kept:
+        result.kept[key] = _token_rows(entries, arrays, rows.shape[1])
+    return JobTokens(result.kept[key], rows.tobytes(), result.shift)
+
+
+def _token_rows(
+    entries: Sequence[Entry], arrays: Mapping[str, np.ndarray[Any, Any]], size: int
+) -> dict[str, list[TokenRow]]:
+    """By request: where the values of single tokens are in rows of `size` bytes."""
+    found: dict[str, list[TokenRow]] = {}
+    for entry in entries:
+        if entry.count == 1:
+            readout, first = entry.readout, entry.first
+            taps = len(readout.taps)
+            form = packed_form((1,) if readout.kind in ONE_TAP else (1, taps), arrays)
+            until = (first + taps) * size  # Only the taps that it reads.
+            row = TokenRow(readout.name, form, entry.start, first * size, until)
+            found.setdefault(entry.req_id, []).append(row)
+    return found
 
 
 def _part(
     result: JobResult,
     number: int,
     entry: Entry,
-    arrays: dict[str, np.ndarray[Any, Any]],
+    arrays: Mapping[str, np.ndarray[Any, Any]],
 ) -> ReadoutPart:
     start = entry.start + result.shift
     name, error = entry.readout.name, result.errors.get(number, "")

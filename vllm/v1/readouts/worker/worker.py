@@ -540,7 +540,7 @@ class WorkerReadouts:
         results = []
         for job, rows in work:
             began = perf_counter()
-            result = JobResult(job.entries, further, {})
+            result = JobResult(job.entries, further, {}, kept=job.kept)
             if not isinstance(rows, dict | str):
                 try:
                     result.arrays = self._operations.compute(job, rows, result)
@@ -579,6 +579,7 @@ def _on_host(results: Sequence[JobResult]) -> list[JobResult]:
             one.shift,
             {name: _to_host(array) for name, array in one.arrays.items()},
             one.errors,
+            one.kept,
         )
         for one in results
     ]
