@@ -10,28 +10,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from fork.weave.decoder_layers import TappedLayer, weave_classes
+from fork.weave.decoder_layers import Layer, weave_classes
 from fork.weave.rules import NEVER_GIVEN, Rule
 
 _LAYER = re.compile(r"(Decoder\w*Layer|Block|Layer)$")
 _BESIDE = re.compile(r"Vision|Audio|Encoder|QFormer|Swin|VQ|Connector")
 _STACKS = ("ModuleList", "Sequential")
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryLayer:
-    """A decoder-layer class of the library."""
-
-    module: str
-    name: str
-    tapped: TappedLayer | None
-    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,7 @@ class Library:
     """The package's folder."""
     version: str
 
-    def layers(self, architecture: str) -> list[LibraryLayer]:
+    def layers(self, architecture: str) -> list[Layer]:
         """The decoder-layer classes of a model class; empty if it does not exist."""
         path = self.files.get(architecture)
         if path is None:
@@ -71,12 +61,12 @@ def installed() -> Library | None:
     return Library(Path(spec.origin).parent, version("transformers"))
 
 
-def _layer(source: str, module: str, name: str) -> LibraryLayer:
+def _layer(source: str, module: str, name: str) -> Layer:
     rule = Rule(reason="woven when the model is loaded", cases=(NEVER_GIVEN,))
     result = weave_classes(source, {name: rule})
     if result.problems:
-        return LibraryLayer(module, name, None, result.problems[0])
-    return LibraryLayer(module, name, result.layers[0])
+        return Layer(name=name, module=module, refused=result.problems[0])
+    return replace(result.layers[0], module=module, rule="")
 
 
 def _layer_classes(tree: ast.Module, architecture: str) -> list[str]:

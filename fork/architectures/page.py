@@ -10,8 +10,9 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 from fork.architectures.registry import LIBRARY, MULTIMODAL, TEXT
-from fork.architectures.reports import ArchitectureReport, LayerReport
+from fork.architectures.reports import ArchitectureReport
 from fork.architectures.unproven import Results, stands_in, unexplained
+from fork.weave.decoder_layers import Layer
 from fork.weave.several_streams import STREAMS
 
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
@@ -59,10 +60,10 @@ class _CaseName(NamedTuple):
         return self.architecture if plain else f"{self.architecture}, {self.variant}"
 
 
-def _lacking(layer: LayerReport) -> Iterator[str]:
+def _lacking(layer: Layer) -> Iterator[str]:
     for found, where in ((layer.lacks, ""), (layer.sometimes, " in some layers")):
-        for reason in dict.fromkeys(why for _, why in found):
-            points = [point for point, why in found if why == reason]
+        for reason in dict.fromkeys(found.values()):
+            points = [point for point, why in found.items() if why == reason]
             yield f"without {' and '.join(points)}{where}: {reason}"
 
 
@@ -127,8 +128,7 @@ def _placed_by(row: ArchitectureReport) -> str:
 def _compared(found: list[Mapping[str, Any]], device: str) -> str:
     cells = [
         f"{entry['dtype']} {'≤ ' if entry.get('at_most') else ''}"
-        f"{entry['max_relative_error']:.0e}"
-        f" / {entry['intervention_error']:.0e}"
+        f"{entry['max_relative_error']:.0e} / {entry['intervention_error']:.0e}"
         for entry in found
         if entry["device"] == device and entry.get("max_relative_error") is not None
     ]

@@ -9,7 +9,7 @@ from fork.errors import Fault
 from fork.paths import Checkout
 from fork.upstream.release import Release
 from fork.weaving.edit_files import edit_paths
-from fork.weaving.weaver import WovenFile, has_layer_weave, weave_release
+from fork.weaving.weaver import WovenFile, weave_release
 
 TESTED = (
     "each edit's anchor matches as often as it says, each woven file compiles, each "
@@ -36,7 +36,6 @@ class Report:
     files: tuple[FileReport, ...]
     layer_files: int
     """Number of files that the decoder-layer weave changed."""
-    layers_tried: bool
     woven: tuple[WovenFile, ...] = ()
     """All files that were woven."""
 
@@ -50,13 +49,10 @@ class Report:
         """What was tried, and the result, as a sentence."""
         failed = sum(bool(file.faults) for file in self.files)
         edits = sum(file.what == "edits" for file in self.files)
-        layers = f"{self.layer_files} files with decoder layers woven"
-        if not self.layers_tried:
-            layers = "the decoder-layer weave is absent and was not tried"
         verdict = "all fit" if self.fits else f"{failed} files do not fit"
         return (
-            f"vLLM {self.version}: {verdict} ({edits} edit files; {layers}). "
-            f"Tested: {TESTED}."
+            f"vLLM {self.version}: {verdict} ({edits} edit files; {self.layer_files} "
+            f"files with decoder layers woven). Tested: {TESTED}."
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -65,7 +61,6 @@ class Report:
             "upstream": self.version,
             "fits": self.fits,
             "tested": TESTED,
-            "layers_tried": self.layers_tried,
             "layer_files": self.layer_files,
             "files": [
                 {
@@ -98,11 +93,6 @@ def check(checkout: Checkout, release: Release, jobs: int) -> Report:
     return Report(
         version=release.version,
         files=tuple(sorted(files, key=lambda file: file.module)),
-        layer_files=_count_layer_files(woven, edits),
-        layers_tried=has_layer_weave(),
+        layer_files=sum(w.source is not None and w.module not in edits for w in woven),
         woven=tuple(woven),
     )
-
-
-def _count_layer_files(woven: list[WovenFile], edits: set[str]) -> int:
-    return sum(w.source is not None and w.module not in edits for w in woven)

@@ -25,9 +25,9 @@ def setup_arguments() -> dict[str, Any]:  # setuptools' keywords are of every ty
     Raises:
         SystemExit: the build failed; has the error messages.
     """
-    device = _default_device()
-    tree = HERE.tree(device)
     try:
+        device = default_device()
+        tree = HERE.tree(device)
         built = build_tree(Order(device=device), tree)
     except BuildFailure as failure:
         raise SystemExit(f"fork: {failure}") from None
@@ -48,13 +48,6 @@ def setup_arguments() -> dict[str, Any]:  # setuptools' keywords are of every ty
         "distclass": BinaryDistribution,
         "cmdclass": _commands(built, device),
     }
-
-
-def _default_device() -> str:
-    try:
-        return default_device()
-    except BuildFailure as failure:
-        raise SystemExit(f"fork: {failure}") from None
 
 
 class BinaryDistribution(Distribution):

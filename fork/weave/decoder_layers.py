@@ -49,11 +49,17 @@ _ADVICE = "add a rule or a refusal in rules.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TappedLayer:
-    """A decoder-layer class with hook points."""
+class Layer:
+    """A decoder-layer class: its hook points, or why it has none."""
 
     name: str
-    points: tuple[str, ...]
+    module: str = ""
+    """The file that defines it, in a report about an architecture."""
+    points: tuple[str, ...] = ()
+    refused: str = ""
+    """Why it has none; empty if it has some."""
+    is_layer: bool = True
+    """False for a class that only looks like a layer of a language model."""
     rule: str = ""
     """Why the analysis needed a rule; empty if it did not."""
     inherits: str = ""
@@ -70,16 +76,6 @@ class TappedLayer:
     """The meaning of `post_attn` in a block without a token mixer or without an MLP."""
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedLayer:
-    """A class without hook points."""
-
-    name: str
-    reason: str
-    is_layer: bool = True
-    """False for a class that only looks like a layer of a language model."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeaveResult:
     """The result of weaving one module."""
@@ -88,8 +84,9 @@ class WeaveResult:
     """The woven source; None if nothing changed."""
     problems: tuple[str, ...] = ()
     """Sentences about decoder layers that cannot be woven; they fail the build."""
-    layers: tuple[TappedLayer, ...] = ()
-    refused: tuple[RefusedLayer, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    """Those with hook points."""
+    refused: tuple[Layer, ...] = ()
 
 
 def weave_module(source: str, module: str) -> WeaveResult:
@@ -116,11 +113,12 @@ def weave_module(source: str, module: str) -> WeaveResult:
     return replace(result, refused=refused, problems=problems)
 
 
-def _refusals(names: list[str], where: str) -> list[RefusedLayer]:
-    keys = [(name, f"{where}:{name}") for name in names]
+def _refusals(names: list[str], where: str) -> list[Layer]:
     return [
-        *(RefusedLayer(n, REFUSED[k]) for n, k in keys if k in REFUSED),
-        *(RefusedLayer(n, NOT_TAPPED[k], False) for n, k in keys if k in NOT_TAPPED),
+        Layer(name=name, refused=table[key], is_layer=table is REFUSED)
+        for table in (REFUSED, NOT_TAPPED)
+        for name in names
+        if (key := f"{where}:{name}") in table
     ]
 
 
@@ -180,9 +178,9 @@ class _Plan:
         optional = (*MLP_POINTS, *ADDED_POINTS)
         return self.rule.points + tuple(p for p in optional if p in placed)
 
-    def described(self) -> TappedLayer:
+    def described(self) -> Layer:
         own = "forward" in self.cls.methods
-        return TappedLayer(
+        return Layer(
             name=self.name,
             points=self.points(),
             rule=self.rule.reason,

@@ -21,8 +21,6 @@ from fork.weaving.cache import (
 )
 from fork.weaving.edit_files import edit_paths, load_edit_file
 
-LAYER_WEAVE = Path(__file__).parents[1] / "weave" / "decoder_layers.py"
-
 _MODEL_FOLDERS = ("vllm/model_executor/models/", "vllm/models/")
 _POOL_FROM = 4
 """With fewer files than this, starting processes takes longer than weaving."""
@@ -63,17 +61,14 @@ def plan(checkout: Checkout, release: Release) -> tuple[list[Task], list[WovenFi
     """The files to weave, and a fault for each edit file without an upstream module."""
     upstream = set(release.files())
     edits = edit_paths(checkout.edits)
-    has_weave = has_layer_weave()
-    modules = {m for m in upstream if has_weave and _may_hold_layers(m)} | set(edits)
+    modules = {m for m in upstream if _may_hold_layers(m)} | set(edits)
     orphans = [
         _orphan(m, release.version)
         for m in sorted(modules - upstream)
         if _has_edits(m, edits[m], release.version)
     ]
     tasks = [
-        _task(
-            module, release, edits.get(module), has_weave and _may_hold_layers(module)
-        )
+        _task(module, release, edits.get(module))
         for module in sorted(modules & upstream)
     ]
     return tasks, orphans
@@ -88,18 +83,11 @@ def _has_edits(module: str, path: Path, version: str) -> bool:
     return any(edit.applies_to(version) for edit in edits)
 
 
-def has_layer_weave() -> bool:
-    """Whether the checkout has the decoder-layer weave."""
-    return LAYER_WEAVE.exists()
-
-
 def _may_hold_layers(module: str) -> bool:
     return module.startswith(_MODEL_FOLDERS) and module.endswith(".py")
 
 
-def _task(
-    module: str, release: Release, edit_file: Path | None, has_layers: bool
-) -> Task:
+def _task(module: str, release: Release, edit_file: Path | None) -> Task:
     path = release.root / module
     parts = [module.encode(), path.read_bytes()]  # the same in several releases
     if edit_file is not None:
@@ -107,6 +95,7 @@ def _task(
         parts += [text, language_digest()]
         if b"since(" in text or b"until(" in text:
             parts.append(release.version.encode())
+    has_layers = _may_hold_layers(module)
     if has_layers:
         parts.append(weave_digest())
     return Task(

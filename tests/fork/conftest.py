@@ -10,5 +10,5 @@ from tests.fork._checkout import Mini, make_mini
 def mini(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mini:
     """A miniature checkout with its own cache and no decoder-layer weave."""
     monkeypatch.setenv("CLEARBOX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("fork.weaving.weaver.LAYER_WEAVE", tmp_path / "absent.py")
+    monkeypatch.setattr("fork.weaving.weaver._MODEL_FOLDERS", ())
     return make_mini(tmp_path / "checkout")

@@ -14,12 +14,7 @@ from fork.architectures.page import page
 from fork.architectures.reports import UNKNOWN, ArchitectureReport, reports
 from fork.building.builder import Order, open_release
 from fork.paths import HERE
-from fork.weave.decoder_layers import (
-    RefusedLayer,
-    TappedLayer,
-    WeaveResult,
-    weave_module,
-)
+from fork.weave.decoder_layers import Layer, WeaveResult, weave_module
 from fork.weave.layer_class import Module
 from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, SINCE, Rule
 from fork.weaving.cache import digest_of, keep, recall, weave_digest
@@ -48,8 +43,8 @@ def woven(source: str, module: str) -> WeaveResult:
         result = weave_module(source, module)
         keep(key, asdict(result))
         return result
-    for name, kind in (("layers", TappedLayer), ("refused", RefusedLayer)):
-        record[name] = tuple(kind(**with_tuples(one)) for one in record[name])
+    for name in ("layers", "refused"):
+        record[name] = tuple(Layer(**with_tuples(one)) for one in record[name])
     return WeaveResult(**with_tuples(record))
 
 

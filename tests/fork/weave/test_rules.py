@@ -7,7 +7,7 @@ import libcst as cst
 import pytest
 
 from fork.weave import decoder_layers, rules
-from fork.weave.decoder_layers import RefusedLayer, WeaveResult, weave_module
+from fork.weave.decoder_layers import Layer, WeaveResult, weave_module
 from fork.weave.layer_class import Module
 from fork.weave.rules import Anchor, Rule, Sometimes
 from tests.fork.weave import _miniature as mini
@@ -183,7 +183,9 @@ def test_a_refused_layer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_layers, "REFUSED", {KEY: "several streams"})
     result = weave_module(mini.PLAIN, MODULE)
     assert result.source is None
-    assert result.refused == (RefusedLayer("MiniDecoderLayer", "several streams"),)
+    assert result.refused == (
+        Layer(name="MiniDecoderLayer", refused="several streams"),
+    )
 
 
 def test_a_layer_that_runs_several_times_says_at_each_call_which_run_it_is(
