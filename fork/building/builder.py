@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the fork: wheel, weave, overlay, tree."""
 
-import fcntl
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from fork.building.contents import (
     added_files,
     assemble,
 )
+from fork.building.lock import only_one
 from fork.building.metadata import (
     Metadata,
     dist_info_files,
@@ -60,7 +58,7 @@ def update_tree(out: Path, contents: Contents) -> Update:
     Raises:
         BuildFailure: `out` was not made by a build.
     """
-    with _only_one(out):
+    with only_one(out):
         if not out.exists():
             return _create(out, contents)
         manifest = _read_manifest(out)
@@ -69,15 +67,6 @@ def update_tree(out: Path, contents: Contents) -> Update:
                 f"{out} was not made by fork build: remove it or choose another --out"
             )
         return _refresh(out, contents, manifest)
-
-
-@contextmanager
-def _only_one(out: Path) -> Iterator[None]:
-    """Hold the lock of a tree, so that builds of one tree run one at a time."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (out.parent / f".{out.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _create(out: Path, contents: Contents) -> Update:

@@ -5,19 +5,17 @@ The library is optional: without a compiler Python code copies rows, and steerin
 be enabled on a CPU; the build says so.
 """
 
-import fcntl
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fork.building.contents import Compiled, Contents
+from fork.building.lock import only_one
 from fork.errors import BuildFailure
 from fork.paths import Checkout, cache_root
 from fork.progress import step
@@ -46,7 +44,7 @@ def native_files(checkout: Checkout, jobs: int) -> Contents:
     digest = _digest(checkout)
     kept = cache_root() / "native" / digest
     if not kept.exists():
-        with step("native library"), _only_one(checkout):
+        with step("native library"), only_one(checkout.root / "build" / "native"):
             module = _compile(checkout, jobs)
             if module is None:
                 return {}
@@ -150,13 +148,3 @@ def _keep(module: Path, kept: Path) -> None:
         partial.rename(kept)
     except OSError:  # a concurrent build has stored it already
         shutil.rmtree(partial)
-
-
-@contextmanager
-def _only_one(checkout: Checkout) -> Iterator[None]:
-    """Hold the lock of the build folder, which builds for several devices share."""
-    folder = checkout.root / "build"
-    folder.mkdir(exist_ok=True)
-    with (folder / ".native.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
