@@ -89,6 +89,9 @@ class _Route(APIRoute):
 
 router = APIRouter(route_class=_Route)
 
+_ROOM = Room()
+"""The room of all responses of this server."""
+
 
 def _model(request: Request) -> ServedModel:
     """The served model, made when it is first asked for."""
@@ -130,7 +133,7 @@ async def capture(request: Request, body: schema.Capture) -> Response:
     """Rows of a prompt, by address."""
     model = _model(request)
     rows = len(body.prompt_token_ids if body.rows is None else body.rows)
-    _room(request).take(rows * len(body.points), model.d_model, "rows")
+    _ROOM.take(rows * len(body.points), model.d_model, "rows")
     found = await model.capture(
         body.prompt_token_ids,
         body.points,
@@ -147,7 +150,7 @@ async def project(request: Request, body: schema.Project) -> Response:
     directions = await asyncio.to_thread(_directions, body)
     count = sum(len(one.vectors) for one in directions)
     check_directions(sum(one.vectors.numel() for one in directions))
-    _room(request).take(len(body.prompt_token_ids), count, "prompt_token_ids")
+    _ROOM.take(len(body.prompt_token_ids), count, "prompt_token_ids")
     values = await _model(request).project(
         body.prompt_token_ids, directions, steering_spec=body.steering
     )
@@ -170,7 +173,7 @@ def _directions(body: schema.Project) -> list[DirectionSet]:
 async def unembed_rows(request: Request, body: schema.UnembedRows) -> Response:
     """Rows of the unembedding."""
     model = _model(request)
-    _room(request).take(len(body.token_ids), model.d_model, "token_ids")
+    _ROOM.take(len(body.token_ids), model.d_model, "token_ids")
     rows = await model.unembed_rows(body.token_ids)
     return _tensors({"tensor": rows}, body.output_dtype)
 
@@ -182,7 +185,7 @@ async def decode_residuals(request: Request, body: schema.DecodeResiduals) -> Re
     rows = await asyncio.to_thread(decode_tensor, body.residuals)
     count = len(rows) if rows.dim() else 1
     size = model.config.model_config.get_vocab_size()
-    _room(request).take(count, size, "residuals")
+    _ROOM.take(count, size, "residuals")
     check_numbers(2 * count * min(body.top_k or 0, size), "top_k")
     if body.top_k is None:
         logits = await model.decode_residuals(rows)
@@ -279,15 +282,6 @@ def _tensors(value: Answer, dtype: str) -> Response:
     """The response with tensors, which is encoded as its client reads it."""
     pieces = made_on_threads(encoded_pieces(value, dtype))
     return StreamingResponse(pieces, media_type="application/json")
-
-
-def _room(request: Request) -> Room:
-    """The room of all responses of this server."""
-    state = request.app.state
-    if "interp_engine_room" not in state._state:
-        state.interp_engine_room = Room()
-    room: Room = state.interp_engine_room
-    return room
 
 
 async def _opened(lines: Any) -> Lines:

@@ -7,12 +7,12 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm import envs
-from vllm.entrypoints.serve.steering.authority import refusal
+from vllm.entrypoints.serve.steering.authority import KeyedRoute
 from vllm.entrypoints.serve.utils.json_object import engine_with, flag, read_object
 from vllm.v1.readouts.errors import fail
 
 reading = APIRouter(prefix="/v1")
-mutating = APIRouter(prefix="/v1")
+mutating = APIRouter(prefix="/v1", route_class=KeyedRoute)
 
 Answer = dict[str, Any]
 
@@ -57,8 +57,6 @@ async def _modules(request: Request, saes: bool) -> Answer:
 @mutating.post("/sae/register")
 async def register(request: Request) -> JSONResponse:
     """Register a probe, a translator or an SAE from a file on the server."""
-    if (refused := refusal(request)) is not None:
-        return refused
     body = await read_object(request, FIELDS, fail)
     replace = flag(body, "replace", fail)
     described = await engine_with(request, "get_readouts").register_readout_module(
@@ -76,8 +74,6 @@ async def register(request: Request) -> JSONResponse:
 @mutating.post("/sae/unregister")
 async def unregister(request: Request) -> JSONResponse:
     """Unregister a probe, a translator or an SAE."""
-    if (refused := refusal(request)) is not None:
-        return refused
     body = await read_object(request, ("name",), fail)
     await engine_with(request, "get_readouts").unregister_readout_module(
         body.get("name"), _kind(request)

@@ -2,7 +2,7 @@
 """The routes under `/v1/steering`."""
 
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -14,14 +14,10 @@ from vllm import envs
 from vllm.entrypoints.serve.steering import schema
 from vllm.entrypoints.serve.steering.authority import (
     MUTATING,
-    refusal,
+    KeyedRoute,
     steering_keys,
 )
-from vllm.entrypoints.serve.utils.json_object import (
-    engine_with,
-    flag,
-    read_object,
-)
+from vllm.entrypoints.serve.utils.json_object import engine_with, flag, read_object
 from vllm.interop.reference_fork import named as gate_vectors
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import UnknownModuleError, fail
@@ -31,7 +27,7 @@ from vllm.v1.steering.frontend.async_frontend import AsyncSteeringControl
 logger = init_logger(__name__)
 
 reading = APIRouter(prefix="/v1/steering")
-mutating = APIRouter(prefix="/v1/steering")
+mutating = APIRouter(prefix="/v1/steering", route_class=KeyedRoute)
 closed = APIRouter(include_in_schema=False)
 
 Answer = dict[str, Any]
@@ -112,77 +108,65 @@ async def get_vectors(request: Request) -> JSONResponse:
 @mutating.post("/vectors/register", openapi_extra=schema.REGISTER_VECTOR)
 async def register_vector(request: Request) -> JSONResponse:
     """Register, or replace, vectors that gates of requests refer to by name."""
-
-    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        name, kind = body.get("name"), body.get("kind")
-        names = await gate_vectors.register(control, name, kind, body.get("packed"))
-        return {"status": "ok", "name": name, "kind": kind, "vectors": names}
-
-    return await _change(request, ("name", "kind", "packed"), change)
+    control, body = await _read(request, "name", "kind", "packed")
+    name, kind = body.get("name"), body.get("kind")
+    names = await gate_vectors.register(control, name, kind, body.get("packed"))
+    return _ok({"name": name, "kind": kind, "vectors": names})
 
 
 @mutating.post("/vectors/unregister", openapi_extra=schema.UNREGISTER_VECTOR)
 async def unregister_vector(request: Request) -> JSONResponse:
     """Unregister vectors; requests in flight keep them."""
-
-    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        name, kind = body.get("name"), body.get("kind")
-        with _unknown_is_404():
-            names = await gate_vectors.unregister(control, name, kind)
-        return {"status": "ok", "name": name, "kind": kind, "vectors": names}
-
-    return await _change(request, ("name", "kind"), change)
+    control, body = await _read(request, "name", "kind")
+    name, kind = body.get("name"), body.get("kind")
+    with _unknown_is_404():
+        names = await gate_vectors.unregister(control, name, kind)
+    return _ok({"name": name, "kind": kind, "vectors": names})
 
 
 @mutating.post("/set", openapi_extra=schema.SET)
 async def set_steering(request: Request) -> JSONResponse:
     """Set global vectors, on all ranks or on none."""
     names = set_fields()
-
-    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        vectors = {name: body.get(name) for name in names}
-        answer = await control.set(vectors, flag(body, "replace", fail))
-        return {**_done(answer["applied"]), **_with_layers(answer)}
-
-    return await _change(request, (*names, "replace"), change)
+    control, body = await _read(request, *names, "replace")
+    vectors = {name: body.get(name) for name in names}
+    answer = await control.set(vectors, flag(body, "replace", fail))
+    applied = answer["applied"]
+    return _ok(
+        {  # The first two as in an earlier public fork.
+            "hook_points": sorted({one["hook"] for one in applied}),
+            "layers_updated": sorted({one["layer"] for one in applied}),
+            **_with_layers(answer),
+        }
+    )
 
 
 @mutating.post("/clear", openapi_extra=schema.CLEAR)
 async def clear_steering(request: Request) -> JSONResponse:
     """Remove all global vectors; vectors of requests are not affected."""
-
-    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        return {"status": "ok", **_with_layers(await control.clear())}
-
-    return await _change(request, (), change)
+    control, _ = await _read(request)
+    return _ok(_with_layers(await control.clear()))
 
 
 @mutating.post("/modules/register", openapi_extra=schema.REGISTER)
 async def register_module(request: Request) -> JSONResponse:
     """Register a named module of vectors."""
     names = set_fields()
-
-    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        control.frontend.enabled()
-        vectors = {name: body[name] for name in names if body.get(name) is not None}
-        answer = await control.register(
-            body.get("name"), vectors, flag(body, "replace", fail), body.get("metadata")
-        )
-        return {"status": "ok", **answer}
-
-    return await _change(request, ("name", *names, "metadata", "replace"), change)
+    control, body = await _read(request, "name", *names, "metadata", "replace")
+    control.frontend.enabled()
+    vectors = {name: body[name] for name in names if body.get(name) is not None}
+    answer = await control.register(
+        body.get("name"), vectors, flag(body, "replace", fail), body.get("metadata")
+    )
+    return _ok(answer)
 
 
 @mutating.post("/modules/unregister", openapi_extra=schema.UNREGISTER)
 async def unregister_module(request: Request) -> JSONResponse:
     """Unregister a named module; requests in flight keep its vectors."""
-
-    async def change(control: AsyncSteeringControl, body: Answer) -> Answer:
-        with _unknown_is_404():
-            answer = await control.unregister(body.get("name"))
-        return {"status": "ok", **answer}
-
-    return await _change(request, ("name",), change)
+    control, body = await _read(request, "name")
+    with _unknown_is_404():
+        return _ok(await control.unregister(body.get("name")))
 
 
 @contextmanager
@@ -212,25 +196,14 @@ def _by_layer(answer: Answer) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def _done(applied: list[Answer]) -> Answer:
-    """A summary of the change, with the field names of an earlier public fork."""
-    return {
-        "status": "ok",
-        "hook_points": sorted({one["hook"] for one in applied}),
-        "layers_updated": sorted({one["layer"] for one in applied}),
-    }
-
-
-async def _change(
-    request: Request,
-    names: tuple[str, ...],
-    change: Callable[[AsyncSteeringControl, Answer], Awaitable[Answer]],
-) -> JSONResponse:
-    """Check the key, read the body, then run `change`."""
-    if (refused := refusal(request)) is not None:
-        return refused
+async def _read(request: Request, *names: str) -> tuple[AsyncSteeringControl, Answer]:
+    """The body, which may have only the fields `names`, and what it is to change."""
     body = await read_object(request, names, fail, may_be_empty=True)
-    return JSONResponse(await change(_control(request), body))
+    return _control(request), body
+
+
+def _ok(answer: Answer) -> JSONResponse:
+    return JSONResponse({"status": "ok", **answer})
 
 
 def _control(request: Request) -> AsyncSteeringControl:

@@ -5,17 +5,19 @@ import hashlib
 import os
 import secrets
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import JSONResponse
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 
 from vllm.v1.steering.frontend.engine_args import API_KEY_VARIABLE, given_values
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI, Request
+    from fastapi import FastAPI
 
 MUTATING = (
     frozenset(
@@ -125,16 +127,25 @@ def _forms(key: str) -> set[bytes]:
     return forms
 
 
-def refusal(request: "Request") -> JSONResponse | None:
-    """The 401 response to a request without a valid key, sent before reading a body."""
-    keys = request.app.state.steering_keys
-    if may_change(keys, request.headers.get("Authorization")):
-        return None
-    return JSONResponse(
-        {
-            "error": "Unauthorized: this route needs a steering key "
-            "(--steering-api-key), not the server's API key"
-        },
-        status_code=HTTPStatus.UNAUTHORIZED,
-        headers={"WWW-Authenticate": "Bearer"},
-    )
+class KeyedRoute(APIRoute):
+    """Answers 401, before it reads a body, to a request without a valid key."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        """The route's handler, called for requests with a valid key."""
+        handler = super().get_route_handler()
+
+        async def answered(request: Request) -> Response:
+            keys = request.app.state.steering_keys
+            if may_change(keys, request.headers.get("Authorization")):
+                response: Response = await handler(request)
+                return response
+            return JSONResponse(
+                {
+                    "error": "Unauthorized: this route needs a steering key "
+                    "(--steering-api-key), not the server's API key"
+                },
+                status_code=HTTPStatus.UNAUTHORIZED,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+        return answered
