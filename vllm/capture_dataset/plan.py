@@ -254,8 +254,7 @@ def _layers(rows: RowsSpec, model: ModelFacts) -> tuple[int, ...]:
                 raise fail(
                     f"layers: layer {layer} of this model of {model.num_layers} layers "
                     f"has no hook point {hook!r}; layer 0 has "
-                    f"{list(model.hook_points.get(0, ()))}"
-                    f"{why_not(hook)}",
+                    f"{list(model.hook_points.get(0, ()))}{why_not(hook)}",
                     "layers",
                     layer,
                 )

@@ -87,7 +87,7 @@ def draw_probes(
 def _draw(axis: Any, cells: Sequence["Cell"], value: str) -> None:
     for tap in sorted({cell.tap for cell in cells}):
         line = sorted(
-            (cell.scale, getattr(cell, value)) for cell in cells_at(cells, tap)
+            (cell.scale, getattr(cell, value)) for cell in cells if cell.tap == tap
         )
         label = f"{tap[0]} {tap[1]}"
         axis.plot(*zip(*line, strict=True), marker="o", markersize=3, label=label)
@@ -97,8 +97,3 @@ def _draw(axis: Any, cells: Sequence["Cell"], value: str) -> None:
     seen = [getattr(cell, value) for cell in cells if getattr(cell, value) > 0]
     if value == "perplexity" and max(seen, default=1) > 10 * min(seen, default=1):
         axis.set_yscale("log")
-
-
-def cells_at(cells: Sequence["Cell"], tap: tuple[int, str]) -> list["Cell"]:
-    """The cells of one tap."""
-    return [cell for cell in cells if cell.tap == tap]

@@ -82,8 +82,7 @@ def _readouts(
             if translated and at != layer:
                 raise ValueError(
                     f"layer {layer} is steered where it is read, and a Jacobian "
-                    "belongs "
-                    "to its own layer: steer at another point"
+                    "belongs to its own layer: steer at another point"
                 )
             module = jacobian_module(lens.jacobian_set) if translated else ""
             # One readout per hook point and map; layers of several lenses share it.

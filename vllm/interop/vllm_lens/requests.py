@@ -50,8 +50,7 @@ def translate(params: "SamplingParams", config: "VllmConfig") -> None:
         given = sorted(KEYS.intersection(args))[0]
         raise CaptureValidationError(
             f"extra_args.{given}: start the server with --vllm-lens-api "
-            "(LLM(vllm_lens_api=True)), or use the fields capture and "
-            "steering_vectors",
+            "(LLM(vllm_lens_api=True)), or use capture and steering_vectors",
             parameter=f"extra_args.{given}",
         )
     total = num_layers(config.model_config)

@@ -16,6 +16,7 @@ A probe or translator file is a safetensors file with these metadata and tensors
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -123,11 +124,10 @@ def describe_module(name: str, path: str, module: Module) -> ModuleInfo:
         module: the loaded module.
 
     """
+    info = partial(ModuleInfo, name=name, path=path)
     if isinstance(module, SparseAutoencoder):
-        return ModuleInfo(
-            name=name,
+        return info(
             kind="sae",
-            path=path,
             width=module.d_in,
             size=module.d_sae,
             tap=module.reads.tap,
@@ -140,30 +140,18 @@ def describe_module(name: str, path: str, module: Module) -> ModuleInfo:
             fingerprint=module.fingerprint(),
         )
     said = read_metadata(Path(path))
-    model, weights = said.get("model", ""), said.get("weights", "")
+    info = partial(info, **{key: said.get(key, "") for key in ("model", "weights")})
     if isinstance(module, ProbeModule):
-        return ModuleInfo(
-            name=name,
+        return info(
             kind="probe",
-            path=path,
             width=int(module.vectors.shape[1]),
             size=int(module.vectors.shape[0]),
             tap=_tap(said),
-            model=model,
-            weights=weights,
             fingerprint=module.fingerprint(),
         )
     layers = tuple(sorted(module.weights))
-    return ModuleInfo(
-        name=name,
-        kind="translator",
-        path=path,
-        width=int(module.weights[layers[0]].shape[0]),
-        size=len(layers),
-        layers=layers,
-        model=model,
-        weights=weights,
-    )
+    width = int(module.weights[layers[0]].shape[0])
+    return info(kind="translator", width=width, size=len(layers), layers=layers)
 
 
 def check_model(info: ModuleInfo, identity: ModelIdentity) -> None:

@@ -61,7 +61,7 @@ def _layer_spans(
     if isinstance(raw, str):
         if raw.strip() == "all":
             return [(layer, layer) for layer in having]
-        return _written(raw, at, fail)
+        return written(raw, at, fail)
     if isinstance(raw, Mapping):
         if not raw or raw.keys() - {"layers", "ranges"}:
             raise _no_layers(raw, at, fail)
@@ -88,7 +88,7 @@ def _listed(
     return spans
 
 
-def _written(text: str, at: str, fail: Fail) -> list[tuple[int, int]]:
+def written(text: str, at: str, fail: Fail) -> list[tuple[int, int]]:
     """Parse a text such as `"0,4-7"`."""
     parts = [_RANGE.fullmatch(part) for part in text.split(",", MAX_POSITIONS)]
     spans = []

@@ -113,8 +113,7 @@ def resolve_positions(raw: Any, ctx: "CaptureContext", where: str, fail: Fail) -
         raise fail(
             f"{where}: with {counted(prompt, 'prompt token')} and "
             f"max_tokens={ctx.max_tokens} the last row is at position {end - 1} "
-            "(the last token is never fed back); leave the position out or raise "
-            "max_tokens",
+            "(the last token is never fed back); leave it out or raise max_tokens",
             where,
             outside,
         )

@@ -24,8 +24,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--threshold",
         type=float,
-        help="The value above which the probe fires; 0.5 by default for sigmoid, else "
-        "0.",
+        help="The value above which it fires; 0.5 by default for sigmoid, else 0.",
     )
 
 

@@ -29,15 +29,13 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--for-model",
         metavar="MODEL",
-        help="Record that the vectors belong to this model, whatever was recorded "
-        "before.",
+        help="Record that the vectors belong to this model, not to a recorded one.",
     )
     parser.add_argument(
         "--gguf-writer",
         choices=("repeng", "llama.cpp"),
         default="repeng",
-        help="The program for which to write GGUF. llama.cpp refuses a vector for "
-        "block 0.",
+        help="The program that is to read GGUF; llama.cpp refuses block 0.",
     )
     parser.add_argument("--model-hint", default="", help="The model's type, for GGUF.")
     add_reading_arguments(parser)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.residual.layer_selectors import written
 from vllm.v1.residual.numbers import Fail
 from vllm.v1.residual.tap import HOOK_NAMES, did_you_mean, hook_name, parse_address
 from vllm.v1.steering.errors import fail
@@ -139,17 +140,8 @@ def parse_layers(text: str) -> list[int] | None:
     """
     if text == "all":
         return None
-    layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        ends = (first, last) if dash else (first, first)
-        if not all(end.isascii() and end.isdigit() for end in ends):
-            raise argparse.ArgumentTypeError(f"{part!r} is neither a layer nor L-L")
-        start, stop = map(int, ends)
-        if start > stop:
-            raise argparse.ArgumentTypeError(f"{part!r} is a descending range")
-        layers.update(range(start, stop + 1))
-    return sorted(layers)
+    spans = written(text, "layers", lambda why, *_: argparse.ArgumentTypeError(why))
+    return sorted({n for first, last in spans for n in range(first, last + 1)})
 
 
 SHARED: dict[str, dict[str, Any]] = {
@@ -168,8 +160,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--position": {
         "choices": ("last", "mean"),
         "default": "last",
-        "help": "A text's row, or value: that of its last token, or the mean over all "
-        "tokens.",
+        "help": "A text's row, or value: of its last token, or the mean over tokens.",
     },
     "--out": {
         "required": True,
@@ -263,8 +254,7 @@ def add_reading_arguments(parser: Any) -> None:
         choices=GGUF_LAYERS,
         help="applied, the default: direction.L of a GGUF file acts on the output of "
         "block L, counted from 0, as in repeng and llama.cpp; measured: where it was "
-        "measured, which for files of llama.cpp's cvector-generator is block L - "
-        "1.",
+        "measured, in files of llama.cpp's cvector-generator block L - 1.",
     )
     group.add_argument("--feature", type=int, help="The feature of an SAE.")
 

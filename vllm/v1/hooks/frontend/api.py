@@ -35,7 +35,7 @@ def register_hooks(
     frontend = _frontend(self.llm_engine)
     added = frontend.parse_shared(hooks)
     if prefetch_params:
-        prefetch_params_of(self, prefetch_params)
+        self.prefetch_params(prefetch_params)
     return frontend.register(added)
 
 
@@ -73,10 +73,6 @@ def prefetch_params(self: "LLM", names: Sequence[str]) -> list[str]:
     frontend = _frontend(self.llm_engine)
     wanted = _names(names)
     return _found(wanted, call_engine(frontend.core, "prefetch_parameters", wanted))
-
-
-prefetch_params_of = prefetch_params
-"""An alias for functions with an argument of the same name."""
 
 
 def clear_prefetched(self: "LLM") -> None:

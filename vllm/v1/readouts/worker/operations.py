@@ -8,6 +8,7 @@ of entries if rows are reduced.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +20,7 @@ from vllm.v1.readouts.modules import ProbeModule, TranslatorModule
 from vllm.v1.readouts.worker.attribution import Attribution, Directions
 from vllm.v1.readouts.worker.custom import CustomReadouts
 from vllm.v1.readouts.worker.head import Head
-from vllm.v1.readouts.worker.jobs import Arrays, Entry, Indices, Job, ReadingRequest
+from vllm.v1.readouts.worker.jobs import Arrays, Indices, Job, ReadingRequest
 from vllm.v1.readouts.worker.pending import JobResult
 from vllm.v1.readouts.worker.sae import sae_values
 from vllm.v1.readouts.worker.top_tokens import Best
@@ -293,7 +294,8 @@ def norms(job: Job, rows: torch.Tensor) -> Arrays:
 def _rows_before(job: Job) -> Indices:
     """`[R]`: index of the row at the previous layer within the job, or -1."""
     before = []
-    for _, alike in groupby(job.entries, _norm_of):
+    asked = attrgetter("readout.taps", "readout.after", "readout.alone")
+    for _, alike in groupby(job.entries, asked):
         entries = list(alike)
         ahead = _taps_before(entries[0].readout)
         tokens = [
@@ -304,10 +306,6 @@ def _rows_before(job: Job) -> Indices:
         rows = np.array(tokens)[:, None] + ahead
         before.append(np.where(ahead < 0, -1, rows).reshape(-1))
     return np.concatenate(before)
-
-
-def _norm_of(entry: Entry) -> object:
-    return entry.readout.taps, entry.readout.after, entry.readout.alone
 
 
 def _taps_before(readout: Readout) -> np.ndarray:

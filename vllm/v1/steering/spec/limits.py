@@ -135,8 +135,7 @@ def check_work(parsed: Parsed, name: str, model: SteeredModel) -> None:
         raise fail(
             f"{name}: its entries have {len(selections)} distinct sets of positions, "
             f"and at most {MAX_SELECTIONS} are allowed; give those of one hook point "
-            "as "
-            "one entry with vectors",
+            "as one entry with vectors",
             name,
             len(selections),
         )
@@ -167,8 +166,7 @@ def check_bank(tiers: SteeringTiers, room: int, parameter: str) -> None:
         raise fail(
             f"{parameter}: its operations have {needed / 2**20:.1f} MiB of vectors "
             f"(float32), and {room / 2**20:.1f} MiB are allowed; start the server with "
-            "a "
-            "larger --steering-bank-mib, or give fewer rows",
+            "a larger --steering-bank-mib, or give fewer rows",
             parameter,
             needed,
         )
