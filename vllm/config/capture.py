@@ -3,7 +3,9 @@
 
 import json
 import os
+import re
 from ast import literal_eval
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
 from typing import Any, Literal
@@ -64,10 +66,11 @@ def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
             f"--capture-consumers {text!r}: expected NAME[:key=value,...], for "
             "example filesystem:root=/data/captures"
         )
-    params = {}
-    for item in _split_outside_json(rest):
-        key, equals, value = item.partition("=")
-        if not key or not equals:
+    params: dict[str, Any] = {}
+    while rest := rest.lstrip(", "):
+        key, equals, value = rest.partition("=")
+        if not key or not equals or "," in key:
+            item = rest.partition(",")[0]
             raise ValueError(
                 f"--capture-consumers {text!r}: {item!r} is not key=value; separate "
                 "parameters by commas, and quote a value with a comma as JSON"
@@ -77,7 +80,7 @@ def parse_consumer(text: str | dict[str, Any]) -> ConsumerConfig:
                 f"--capture-consumers {text!r}: {key.strip()!r} is given twice; keep "
                 "one of them"
             )
-        params[key.strip()] = _json_or_text(value.strip())
+        params[key.strip()], rest = _first_value(value.lstrip())
     instance_name = str(params.pop("instance_name", ""))
     return ConsumerConfig(name, instance_name, params)
 
@@ -96,32 +99,14 @@ def _object(text: str) -> Any:
             ) from None
 
 
-def _split_outside_json(text: str) -> list[str]:
-    """`text` split at commas that are not within brackets, braces or quotes."""
-    parts, depth, quoted, begin, index = [], 0, False, 0, 0
-    while index < len(text):
-        letter = text[index]
-        if quoted:
-            index += letter == "\\"
-            quoted = letter != '"'
-        elif letter == '"':
-            quoted = True
-        elif letter in "[{":
-            depth += 1
-        elif letter in "]}":
-            depth -= 1
-        elif letter == "," and depth == 0:
-            parts.append(text[begin:index])
-            begin = index + 1
-        index += 1
-    return [part for part in (*parts, text[begin:]) if part.strip()]
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+def _first_value(text: str) -> tuple[Any, str]:
+    """The value that a text begins with, and what follows it."""
+    with suppress(ValueError):
+        value, end = json.JSONDecoder().raw_decode(text)
+        if re.match(r"\s*(,|$)", rest := text[end:]):
+            return value, rest
+    written, _, rest = text.partition(",")
+    return written.strip(), rest
 
 
 def _host_share() -> int:
