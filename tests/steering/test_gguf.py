@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tests.steering import _foreign
-from vllm.steering.convert import read_gguf, write_gguf
+from vllm.steering.convert import write_gguf
 from vllm.steering.vectors import VectorSet, vector_set
 from vllm.v1.steering.errors import SteeringValidationError
+from vllm.v1.steering.spec.files.gguf import read_gguf
 from vllm.v1.steering.spec.provenance import Provenance
 
 WIDTH = 8

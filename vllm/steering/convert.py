@@ -14,7 +14,7 @@ from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.files import Reading, VectorSet, read_vectors
-from vllm.v1.steering.spec.files.gguf import ARCHITECTURE, HOOK, Writer, read_gguf
+from vllm.v1.steering.spec.files.gguf import ARCHITECTURE, HOOK, Writer
 from vllm.v1.steering.spec.provenance import Provenance, Source
 
 __all__ = ["Reading", "for_model", "read_vectors", "reworked", "write_vectors"]
@@ -150,9 +150,6 @@ def _write_dictionary(path: Path, vectors: VectorSet) -> None:
     else:
         tensors = {name: torch.from_numpy(v.copy()) for name, v in named.items()}
         torch.save(tensors, path)
-
-
-__all__ = ["Writer", "read_gguf", "write_gguf"]
 
 
 def write_gguf(

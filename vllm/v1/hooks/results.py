@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serialization of the values that hook functions saved, from workers to front ends.
 
-The format is MessagePack with three extension types: tensors, NumPy arrays, and pickled
-objects, the latter only if the request's functions were sent as code.
+The format is MessagePack with two extension types: tensors, in the form of safetensors,
+and pickled objects, the latter only if the request's functions were sent as code.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import load, save
 
 _TENSOR, _PICKLED = 1, 2
 
@@ -38,7 +39,8 @@ def encode(result: HookResult, pickles: bool) -> bytes:
 
     def hook(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return msgspec.msgpack.Ext(_TENSOR, _tensor_bytes(value))
+            plain = value.detach().cpu().contiguous()
+            return msgspec.msgpack.Ext(_TENSOR, save({"": plain}))
         if isinstance(value, np.generic):
             return value.item()
         if not pickles:
@@ -58,7 +60,7 @@ def decode(data: bytes, pickles: bool) -> HookResult:
 
     def hook(code: int, payload: memoryview) -> Any:
         if code == _TENSOR:
-            return _tensor_of(payload)
+            return load(bytes(payload))[""]
         if code != _PICKLED or not pickles:
             raise ValueError(f"a hook's result has an extension of type {code}")
         import cloudpickle
@@ -92,21 +94,3 @@ def _merge(saved: dict[Any, Any], values: dict[Any, Any]) -> None:
             saved[name] += value
         else:
             saved[name] = value
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().cpu().contiguous()
-    head = msgspec.json.encode([str(plain.dtype), list(plain.shape)])
-    body = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
-    return b"%d " % len(head) + head + bytes(body)
-
-
-def _tensor_of(payload: memoryview) -> torch.Tensor:
-    size, _, _ = bytes(payload[:20]).partition(b" ")
-    start = len(size) + 1
-    name, shape = msgspec.json.decode(payload[start : start + int(size)])
-    dtype = getattr(torch, name.removeprefix("torch."))
-    body = bytearray(payload[start + int(size) :])
-    if not body:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(body, dtype=dtype).view(shape)

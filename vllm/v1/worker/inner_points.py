@@ -85,53 +85,52 @@ class InnerPoint:
         self.module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+@dataclass(eq=False)
 class _Leaving:
     """A hook on what a module returns: a tensor, or a tuple that begins with it."""
 
-    def __init__(self, tap: ResidualTap, width: int) -> None:
-        self._tap = tap
-        self._width = width
+    tap: ResidualTap
+    width: int
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return _passed(self._tap, output[0], self._width), *output[1:]
-        return _passed(self._tap, output, self._width)
+            return _passed(self.tap, output[0], self.width), *output[1:]
+        return _passed(self.tap, output, self.width)
 
 
+@dataclass(eq=False)
 class _Entering:
     """A hook on one argument of a module."""
 
-    def __init__(
-        self, tap: ResidualTap, width: int, argument: str | int, names: list[str]
-    ) -> None:
-        self._tap = tap
-        self._width = width
-        self._argument = argument
-        self._names = names
+    tap: ResidualTap
+    width: int
+    argument: str | int
+    names: list[str]
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = dict(zip(self._names, args)) | kwargs
-        name = self._argument
+        given = dict(zip(self.names, args)) | kwargs
+        name = self.argument
         if isinstance(name, int):
             name = [
                 one
                 for one, value in given.items()
                 if isinstance(value, torch.Tensor)
                 and value.is_floating_point()
-                and value.shape[-1] == self._width
+                and value.shape[-1] == self.width
             ][name]
         value = given.get(name)
         if value is None:
             return args, kwargs
-        value = _passed(self._tap, value, self._width)
+        value = _passed(self.tap, value, self.width)
         if name in kwargs:
             return args, {**kwargs, name: value}
-        place = self._names.index(name)
+        place = self.names.index(name)
         return (*args[:place], value, *args[place + 1 :]), kwargs
 
 
+@dataclass(eq=False)
 class _Routing:
     """A router's function with a tap on the weights or the ids that it returns.
 
@@ -139,23 +138,20 @@ class _Routing:
     weights only the change is taken over. `scale`: see `InnerPoint`; rows have it.
     """
 
-    def __init__(
-        self, tap: ResidualTap, compute: Callable[..., Any], index: int, scale: float
-    ) -> None:
-        self._tap = tap
-        self._compute = compute
-        self._index = index
-        self._scale = scale
+    tap: ResidualTap
+    compute: Callable[..., Any]
+    index: int
+    scale: float
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        chosen = list(self._compute(hidden_states, *args, **kwargs))
-        values = chosen[self._index]
-        scale = self._scale
+        chosen = list(self.compute(hidden_states, *args, **kwargs))
+        values = chosen[self.index]
+        scale = self.scale
         rows = (values * scale if scale != 1 else values).to(hidden_states.dtype)
-        changed = self._tap(rows, None)[0]
+        changed = self.tap(rows, None)[0]
         if values.is_floating_point():
             difference = (changed - rows).to(values.dtype)
-            chosen[self._index] = values + difference / scale
+            chosen[self.index] = values + difference / scale
         return tuple(chosen)
 
 

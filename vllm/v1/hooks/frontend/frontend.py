@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from msgspec.structs import replace
+
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -149,7 +151,7 @@ class HookFrontend(NoHooks):
             )
         if self._refusal:
             raise fail(f"hooks: {self._refusal}", "hooks", "(hooks)")
-        added = parse_hooks(hooks, self._allowed, "hooks", shared=True)
+        added = parse_hooks(hooks, self._allowed, "hooks")
         self._check_count(added)
         return added
 
@@ -172,10 +174,7 @@ class HookFrontend(NoHooks):
         self._check_count(added)
         first = len(self._shared)
         self._shared += tuple(
-            HookSpec(
-                str(first + number),
-                *(one.layers, one.point, one.name, one.params, one.code, True),
-            )
+            replace(one, key=str(first + number), shared=True)
             for number, one in enumerate(added)
         )
         return len(added)

@@ -42,16 +42,13 @@ def hook_names() -> list[str]:
     return sorted(ep.name for ep in importlib.metadata.entry_points(group=GROUP))
 
 
-def parse_hooks(
-    raw: Any, allowed: Allowed, where: str, shared: bool = False
-) -> tuple[HookSpec, ...]:
+def parse_hooks(raw: Any, allowed: Allowed, where: str) -> tuple[HookSpec, ...]:
     """Parse a list of hooks, or its JSON text.
 
     Args:
         raw: the value that the user wrote; a single hook may be given without a list.
         allowed: the limits for the hooks.
         where: the parameter's name in messages.
-        shared: whether the hooks are registered for all requests.
 
     Raises:
         HookError: a hook is invalid; the message names the parameter, the value and the
@@ -69,12 +66,12 @@ def parse_hooks(
     if len(hooks) > MOST_HOOKS:
         raise fail(f"{where}: at most {MOST_HOOKS} hooks", where, len(hooks))
     return tuple(
-        _hook(one, allowed, str(number), f"{where}[{number}]", shared)
+        _hook(one, allowed, str(number), f"{where}[{number}]")
         for number, one in enumerate(hooks)
     )
 
 
-def _hook(raw: Any, allowed: Allowed, key: str, where: str, shared: bool) -> HookSpec:
+def _hook(raw: Any, allowed: Allowed, key: str, where: str) -> HookSpec:
     if isinstance(raw, Mapping):
         fields = dict(raw)
     else:  # A `Hook`, ours or that of vllm-lens.
@@ -90,7 +87,7 @@ def _hook(raw: Any, allowed: Allowed, key: str, where: str, shared: bool) -> Hoo
     point = "pre_attn" if pre else "post_block"
     layers = _layers(fields["layer_indices"], point, allowed, where)
     name, params, code = _function(fields["fn"], allowed, f"{where}.fn")
-    return HookSpec(key, layers, point, name, params, code, shared)
+    return HookSpec(key, layers, point, name, params, code)
 
 
 def _layers(raw: Any, point: str, allowed: Allowed, where: str) -> tuple[int, ...]:

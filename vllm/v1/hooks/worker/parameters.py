@@ -63,8 +63,7 @@ class Parameters:
         self._prefetched.clear()
 
     def _own(self, name: str) -> torch.Tensor | None:
-        named = self._model.named_parameters(remove_duplicate=False)
-        return next((one for own, one in named if own == name), None)
+        return dict(self._model.named_parameters(remove_duplicate=False)).get(name)
 
     def _vocab_rows(self, name: str) -> int | None:
         """The rows of the vocabulary without padding, if the parameter has such."""
