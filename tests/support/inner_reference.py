@@ -21,7 +21,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 ATTENTION = ("self_attn", "attn")
 PROJECTION = ("o_proj", "out_proj", "c_proj")
 MLP = ("mlp", "block_sparse_moe")
-DOWN = ("down_proj", "fc_out", "c_proj")
+SHARED = ("shared_expert", "shared_experts")
+DOWN = ("down_proj", "fc_out", "c_proj", "output_linear")
 
 
 def child(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
@@ -100,7 +101,8 @@ class InnerReference:
         self._leaving(
             layer.post_feedforward_layernorm if behind else mlp, (index, "mlp_add")
         )
-        if (down := child(mlp, DOWN)) is not None:
+        shared = child(layer, ("shared_mlp",)) or child(mlp, SHARED)
+        if (down := child(shared or mlp, DOWN)) is not None:
             self._entering(down, (index, "mlp_act"))
         if (gate := child(mlp, ("gate",))) is not None:
             gate.register_forward_hook(self._router(index))

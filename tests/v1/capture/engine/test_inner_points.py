@@ -94,7 +94,6 @@ class Pair:
             model,
             reference=self.reference,
             max_num_batched_tokens=64,
-            enable_readouts=True,
             capture_consumers=[
                 "inline",
                 f"filesystem:root={folder / 'files'}",
@@ -103,6 +102,7 @@ class Pair:
             ],
             **LOGITS
             | {"hook_points": ["all", "after"], "enforce_eager": kind != "llama"}
+            | {"enable_readouts": True}
             | options,
         )
         config = self.engine.llm.llm_engine.vllm_config.capture_config
