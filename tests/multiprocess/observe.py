@@ -408,6 +408,7 @@ def observe(order: Order) -> dict[str, Any]:
         "ended": _ended(engine, prompts[1]),
         "told": _read(engine, prompts[1], None, **told(STEERED[0], STEERED[3])),
         "swept": _swept(engine, prompts[0]),
+        "under all": _under_all(engine, prompts[:2]),
     }
     if order.plugins:
         found["acted"] = [
@@ -456,6 +457,15 @@ def _read(engine: Any, prompt: list[int], readouts: Any, **fields: Any) -> Any:
     }
     errors = [one.error for one in output.readouts.values() if one.error]
     return {"arrays": arrays, "errors": errors, "receipt": output.steering}
+
+
+def _under_all(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Requests under the engine's vectors in all stages, one of them steered too."""
+    for tap in (STEERED[0], STEERED[3]):
+        engine.llm.set_steering(*steering(*tap).values())
+    found = _requests(engine, prompts, [{}, steering(*STEERED[2])])
+    engine.llm.clear_steering()
+    return found
 
 
 def _swept(engine: Any, prompt: list[int]) -> dict[str, Any]:

@@ -13,19 +13,19 @@ from examples.demo import serving
 from tests.multiprocess.launch import FAULT
 
 MODEL = Path(__file__).parents[2] / "examples/demo_model/weights"
-HIDDEN, LAYERS = 192, 6
+HIDDEN = 192
 KEY = "steering"
 
 
 @contextmanager
 def served(
-    folder: Path, first_port: int, arguments: list[str], environment: Mapping[str, str]
+    folder: Path, arguments: list[str], environment: Mapping[str, str]
 ) -> Iterator[tuple[str, Path]]:
     """Run a server; yields its address, and a file that names the part that fails.
 
     While the file exists, the rank or engine in it fails to change its steering.
     """
-    port, fault = serving.free_port(first_port), folder / "fault"
+    port, fault = serving.free_port(8870), folder / "fault"
     url = f"http://{serving.HOST}:{port}"
     command = [sys.executable, "-m", "tests.multiprocess.launch", str(MODEL)]
     command += ["--host", serving.HOST, "--port", str(port), *arguments]

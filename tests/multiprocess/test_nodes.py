@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from clearbox_client.payloads import decode
 
 from examples.demo import serving
 from tests.multiprocess.apart import ON_CPU
@@ -134,17 +135,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def payload(response: httpx.Response) -> dict[tuple[int, str], torch.Tensor]:
     """The rows of `inline`."""
-    import base64
-
     assert response.status_code == 200, response.text
     result = response.json()["capture_results"]["inline"]
     assert result["status"] == "ok", result
-    found = {}
-    for entry in result["payload"]:
-        rows = np.frombuffer(base64.b64decode(entry["data"]), entry["dtype"])
-        shaped = torch.from_numpy(rows.copy()).view(entry["shape"])
-        found[entry["layer"], entry["hook"]] = shaped
-    return found
+    return {
+        tap: torch.from_numpy(own) for tap, own in decode(result["payload"]).items()
+    }
 
 
 def checked_rows(

@@ -2,8 +2,7 @@
 """Tensor-parallel ranks, pipeline stages, or both, equal one process."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,9 @@ from tests.multiprocess.observe import (
     gated,
     operated,
     run,
-    steering,
 )
 from tests.multiprocess.record import FACTS, record
-from tests.support.hf_reference import Reference, Tap, relative_error
+from tests.support.hf_reference import Reference, relative_error
 from tests.support.plugins import install
 from vllm.v1.capture.consumers.arrow import rows_of
 from vllm.v1.capture.consumers.filesystem import read_request
@@ -151,13 +149,13 @@ def test_rows_are_those_of_the_library(bench: Workbench, name: str, split: str) 
 
 
 @pytest.mark.parametrize("split", PARTS)
-@pytest.mark.parametrize("kind", ["plain", "steered", "gated", "operated"])
+@pytest.mark.parametrize("kind", ["plain", "steered", "gated", "operated", "under all"])
 def test_a_split_model_gives_what_one_process_gives(
     bench: Workbench, name: str, split: str, kind: str
 ) -> None:
     whole, parts = bench.found(name, "one")[kind], bench.found(name, split)[kind]
     sizes = {"plain": PROMPT_LENGTHS, "steered": STEERED, "gated": gated()}
-    sizes["operated"] = operated()
+    sizes |= {"operated": operated(), "under all": range(2)}
     assert len(whole) == len(parts) == len(sizes[kind])
     equal(whole, parts)
     if kind == "steered" and split in FACTS and os.environ.get("PARITY_RECORD"):
@@ -224,10 +222,11 @@ def test_readouts_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_operation_acts(bench: Workbench, name: str, split: str) -> None:
+def test_all_that_steers_acts(bench: Workbench, name: str, split: str) -> None:
     found = bench.found(name, split)
-    for number, one in enumerate(found["operated"]):
-        plain = found["plain"][0]
+    plain, under_all = found["plain"][0], found["under all"][:1]
+    changed = [*found["steered"], *found["operated"], *under_all]
+    for number, one in enumerate(changed):
         assert relative_error(logits(one), logits(plain)) > 1e-3, number
 
 
@@ -318,52 +317,6 @@ def test_a_receipt_is_that_of_one_process(
 
 def logits(request: Found) -> torch.Tensor:
     return torch.tensor(request["logprobs"])
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_steered_logits_are_those_of_the_library(
-    bench: Workbench, name: str, split: str
-) -> None:
-    reference = bench.reference(name)
-    model: Any = reference.model
-    for tap, request in zip(STEERED, bench.found(name, split)["steered"], strict=True):
-        if tap[1] == "post_attn":
-            continue  # Compared with one process; the library has no module there.
-        prompt = len(request["prompt"])
-        with ExitStack() as stack, torch.no_grad():
-            stack.callback(steer(model.model.layers, tap, prompt).remove)
-            out = model(torch.tensor([fed(request)])).logits[0, prompt - 1 :]
-        expected = torch.log_softmax(out, -1)
-        assert len(expected) == NEW_TOKENS
-        assert relative_error(logits(request), expected) < 1e-4
-        with torch.no_grad():
-            plain = model(torch.tensor([fed(request)])).logits[0, prompt - 1 :]
-        assert relative_error(torch.log_softmax(plain, -1), expected) > 1e-2
-
-
-def steer(layers: Any, tap: Tap, num_prompt: int) -> Any:
-    """Add the request's vectors in the library's model."""
-    layer, hook = tap
-    base, prefill, decode = (
-        torch.tensor(field[hook][layer]) for field in steering(layer, hook).values()
-    )
-
-    def changed(stream: torch.Tensor) -> torch.Tensor:
-        stream = stream + base
-        stream[..., :num_prompt, :] += prefill
-        stream[..., num_prompt:, :] += decode
-        return stream
-
-    if hook == "pre_attn":
-        return layers[layer].register_forward_pre_hook(
-            lambda _, args, kwargs: ((changed(args[0]), *args[1:]), kwargs),
-            with_kwargs=True,
-        )
-    return layers[layer].register_forward_hook(lambda _, __, out: over(out, changed))
-
-
-def over(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
 
 
 @pytest.mark.parametrize("split", SPLITS)
