@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import httpx
 import pytest
@@ -304,13 +304,13 @@ def test_answers_about_the_server_have_all_that_its_clients_read(served) -> None
 
 def test_what_a_checkpoint_recommends_is_what_it_states() -> None:
     def facts(stated: dict[str, Any], given: str = "auto", **override: Any) -> Any:
-        model = SimpleNamespace(
+        model = MagicMock(
             model="name",
             generation_config=given,
             override_generation_config=override,
             try_get_generation_config=lambda: dict(stated),
         )
-        return ModelFacts(SimpleNamespace(model_config=model), None)
+        return ModelFacts(MagicMock(model_config=model), MagicMock())
 
     stated = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "eos_token_id": 2}
     found = facts(stated).recommended_sampling

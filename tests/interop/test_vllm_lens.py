@@ -239,7 +239,7 @@ def test_rows_that_are_missing_are_not_passed_over(status: str) -> None:
     assert told["status"] == status and told["error"] == "the disk is full"
     answer = {"choices": [], "capture_results": {"vllm_lens": told}}
     with pytest.raises(RuntimeError, match="not complete: the disk is full"):
-        client._output(answer, "", None)
+        client._output(answer, "")
 
 
 HOOKED = Allowed({layer: ("pre_attn", "post_block") for layer in range(3)}, code=False)

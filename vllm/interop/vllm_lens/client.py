@@ -11,7 +11,6 @@ import torch
 
 from vllm.interop.vllm_lens import hook_wire, tensors
 from vllm.interop.vllm_lens.requests import INSTANCE
-from vllm.interop.vllm_lens.steering_vector import SteeringVector
 
 
 @dataclass(slots=True)
@@ -63,60 +62,28 @@ class VLLMLensClient:
             self._model = str(_checked(answer)["data"][0]["id"])
         return self._model
 
-    def generate(
-        self,
-        prompt: str | list[int],
-        *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        hooks: Any = None,
-        capture_layers: Sequence[int] | bool | None = None,
-        steering_vectors: Sequence[SteeringVector] | None = None,
-        logprobs: int | None = None,
-        echo: bool | None = None,
-        **more: Any,
-    ) -> GenerateOutput:
+    def generate(self, prompt: str | list[int], **fields: Any) -> GenerateOutput:
         """Complete a prompt.
 
-        Raises:
-            RuntimeError: the server refused the request, or rows are missing; has the
-                server's message.
-
-        """
-        body = {"prompt": prompt, "logprobs": logprobs, "echo": echo, **more}
-        body |= {"max_tokens": max_tokens, "temperature": temperature}
-        answer = self._post(
-            "completions", body, hooks, capture_layers, steering_vectors
-        )
-        choice = answer["choices"][0]
-        return _output(answer, choice["text"], choice.get("logprobs"))
-
-    def chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        hooks: Any = None,
-        capture_layers: Sequence[int] | bool | None = None,
-        steering_vectors: Sequence[SteeringVector] | None = None,
-        **more: Any,
-    ) -> GenerateOutput:
-        """Generate the next message of a conversation.
+        Args:
+            prompt: text, or token ids.
+            fields: those of the request, of which `max_tokens` is 16 and `temperature`
+                0 by default; and `hooks`, `capture_layers` (layers, or True for all)
+                and `steering_vectors`.
 
         Raises:
             RuntimeError: the server refused the request, or rows are missing; has the
                 server's message.
 
         """
-        body = {"messages": list(messages), **more}
-        body |= {"max_tokens": max_tokens, "temperature": temperature}
-        answer = self._post(
-            "chat/completions", body, hooks, capture_layers, steering_vectors
-        )
-        choice = answer["choices"][0]
-        text = choice["message"].get("content") or ""
-        return _output(answer, text, choice.get("logprobs"))
+        answer = self._complete("completions", {"prompt": prompt, **fields})
+        return _output(answer, answer["choices"][0]["text"])
+
+    def chat(self, messages: Sequence[dict[str, Any]], **fields: Any) -> GenerateOutput:
+        """Generate the next message of a conversation; else as `generate`."""
+        answer = self._complete("chat/completions", {"messages": messages, **fields})
+        text = answer["choices"][0]["message"].get("content") or ""
+        return _output(answer, text)
 
     def register_hooks(
         self, hooks: Sequence[Any], prefetch_params: Sequence[str] | None = None
@@ -130,64 +97,49 @@ class VLLMLensClient:
         body: dict[str, Any] = {"hooks": [_dumped(one) for one in hooks]}
         if prefetch_params is not None:
             body["prefetch_params"] = list(prefetch_params)
-        return int(self._hooks("register", body)["count"])
+        return int(self._post("hooks/register", body)["count"])
 
     def collect_hook_results(self) -> dict[str, dict[str, Any]]:
         """What registered functions saved: `{request id: {hook: saved}}`.
 
         It stays until `clear_hook_results` or `clear_hooks`.
         """
-        results: dict[str, dict[str, Any]] = self._hooks("collect", {})["results"]
+        results: dict[str, dict[str, Any]] = self._post("hooks/collect", {})["results"]
         return {name: hook_wire.decode(one) for name, one in results.items()}
 
     def clear_hooks(self) -> None:
         """Remove the registered functions, and drop what they saved."""
-        self._hooks("clear", {})
+        self._post("hooks/clear", {})
 
     def clear_hook_results(self) -> None:
         """Drop what registered functions saved."""
-        self._hooks("clear_results", {})
+        self._post("hooks/clear_results", {})
 
     def prefetch_params(self, names: Sequence[str]) -> list[str]:
         """Keep whole parameters in every worker, for `ctx.get_parameter`."""
-        return list(self._hooks("prefetch", {"params": list(names)})["params"])
+        return list(self._post("hooks/prefetch", {"params": list(names)})["params"])
 
     def clear_prefetched(self) -> None:
         """Drop prefetched parameters."""
-        self._hooks("clear_prefetched", {})
+        self._post("hooks/clear_prefetched", {})
 
-    def _hooks(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self._session.post(
-            f"{self.base_url}/v1/hooks/{route}", json=body, timeout=self._timeout
-        )
-        return _checked(answer)
-
-    def _post(
-        self,
-        route: str,
-        body: dict[str, Any],
-        hooks: Any,
-        layers: Sequence[int] | bool | None,
-        vectors: Sequence[SteeringVector] | None,
-    ) -> dict[str, Any]:
-        args = dict(body.pop("vllm_xargs", None) or {})
-        if hooks:
+    def _complete(self, route: str, fields: dict[str, Any]) -> dict[str, Any]:
+        args = dict(fields.pop("vllm_xargs", None) or {})
+        if hooks := fields.pop("hooks", None):
             args["apply_hooks"] = json.dumps([_dumped(one) for one in hooks])
-        if layers is not None:
+        if (layers := fields.pop("capture_layers", None)) is not None:
             wanted = layers if isinstance(layers, bool) else list(layers)
             args["output_residual_stream"] = json.dumps(wanted)
-        if vectors:
+        if vectors := fields.pop("steering_vectors", None):
             dumped = [vector.model_dump() for vector in vectors]
             args["apply_steering_vectors"] = json.dumps(dumped)
-        sent = {key: value for key, value in body.items() if value is not None}
-        if args:
-            sent["vllm_xargs"] = args
-        answer = self._session.post(
-            f"{self.base_url}/v1/{route}",
-            json={"model": self.model, **sent},
-            timeout=self._timeout,
-        )
-        return _checked(answer)
+        defaults = {"model": self.model, "max_tokens": 16, "temperature": 0.0}
+        body = {**defaults, **fields, "vllm_xargs": args or None}
+        return self._post(route, {n: one for n, one in body.items() if one is not None})
+
+    def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        address = f"{self.base_url}/v1/{route}"
+        return _checked(self._session.post(address, json=body, timeout=self._timeout))
 
 
 def _checked(answer: requests.Response) -> dict[str, Any]:
@@ -202,13 +154,14 @@ def _checked(answer: requests.Response) -> dict[str, Any]:
     return body
 
 
-def _output(answer: dict[str, Any], text: str, logprobs: Any) -> GenerateOutput:
+def _output(answer: dict[str, Any], text: str) -> GenerateOutput:
     lost = (answer.get("capture_results") or {}).get(INSTANCE)
     if lost is not None:
         raise RuntimeError(f"activations are not complete: {lost['error']}")
     activations = tensors.decode_all(answer) or None
     saved = answer.get("hook_results")
     results = None if saved is None else hook_wire.decode(saved)
+    logprobs = answer["choices"][0].get("logprobs")
     return GenerateOutput(text, activations, results, logprobs, answer)
 
 

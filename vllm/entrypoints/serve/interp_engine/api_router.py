@@ -44,6 +44,12 @@ Answer = dict[str, Any]
 Lines = AsyncIterator[Answer]
 
 
+OF_A_LENS = {
+    *("point", "top_n", "max_tokens", "temperature", "seed", "skip_before"),
+    *("stream_reduce", "stream_index"),
+}
+"""Fields that are arguments of `generate_with_lens`."""
+
 MOST_ERRORS = 16
 """Errors of one body that a response lists."""
 
@@ -212,31 +218,25 @@ async def generate(request: Request, body: schema.Generate) -> Response:
         **knobs,
     )
     lines = _opened(token_step(step) async for step in steps)
-    first = await anext(lines, None)
     sampling = model.sampling_settings(**knobs).as_dict()
-    stop = model.tokenizer.eos_token_id
-    if body.stream:
-        start = {"type": "start", "sampling": sampling}
-        return _streamed(
-            start,
-            first,
-            lines,
-            lambda seen: {
-                "type": "done",
-                "finish": finish_of(seen, body.max_tokens, stop),
-                "n_tokens": len(seen),
-            },
-        )
-    seen = await _all(first, lines)
-    return await _sent(
-        lambda: {
+
+    def finish(seen: list[Answer]) -> str:
+        return finish_of(seen, body.max_tokens, model.tokenizer.eos_token_id)
+
+    def done(seen: list[Answer]) -> Answer:
+        return {"type": "done", "finish": finish(seen), "n_tokens": len(seen)}
+
+    def whole(seen: list[Answer]) -> Answer:
+        return {
             "text": "".join(one["token_str"] for one in seen),
             "token_ids": [one["token_id"] for one in seen],
             "steps": _untyped(seen),
             "sampling": sampling,
-            "finish": finish_of(seen, body.max_tokens, stop),
+            "finish": finish(seen),
         }
-    )
+
+    start = {"type": "start", "sampling": sampling} if body.stream else None
+    return await _answered(lines, start, done, whole)
 
 
 @router.post("/lens")
@@ -249,28 +249,20 @@ async def lens(request: Request, body: schema.Lenses) -> Response:
     steps = model.generate_with_lens(
         body.prompt_token_ids,
         [LensSpec(one.layers, one.jacobian) for one in body.lenses],
-        point=body.point,
-        top_n=body.top_n,
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        seed=body.seed,
-        skip_before=body.skip_before,
-        stream_reduce=body.stream_reduce,
-        stream_index=body.stream_index,
         steering_spec=body.steering,
+        **body.model_dump(include=OF_A_LENS),
     )
     # Each step is written on a thread, so that other requests have a turn between two.
     lines = _opened(
         await asyncio.to_thread(lens_step, model, step) async for step in steps
     )
-    first = await anext(lines, None)
-    if body.stream:
-        start = {"type": "start", "jacobian_layers": model.jacobians.get("default", [])}
-        return _streamed(
-            start, first, lines, lambda seen: {"type": "done", "n_steps": len(seen)}
-        )
-    seen = await _all(first, lines)
-    return await _sent(lambda: {"steps": _untyped(seen)})
+    layers = model.jacobians.get("default", [])
+    return await _answered(
+        lines,
+        {"type": "start", "jacobian_layers": layers} if body.stream else None,
+        lambda seen: {"type": "done", "n_steps": len(seen)},
+        lambda seen: {"steps": _untyped(seen)},
+    )
 
 
 async def _sent(make: Callable[[], Answer]) -> Response:
@@ -291,30 +283,37 @@ async def _opened(lines: Any) -> Lines:
             yield line
 
 
-async def _all(first: Answer | None, lines: Lines) -> list[Answer]:
-    begun = [] if first is None else [first]
-    return begun + [line async for line in lines]
-
-
 def _untyped(lines: list[Answer]) -> list[Answer]:
     return [{k: v for k, v in line.items() if k != "type"} for line in lines]
 
 
-def _streamed(
-    start: Answer,
-    first: Answer | None,
+async def _answered(
     lines: Lines,
+    start: Answer | None,
     done: Callable[[list[Answer]], Answer],
-) -> StreamingResponse:
-    """Lines of JSON: the first tells what holds for all, the last how it ended."""
+    whole: Callable[[list[Answer]], Answer],
+) -> Response:
+    """Lines of JSON as they come, or the answer that is made of all of them.
+
+    A request that is refused is so before the first line.
+
+    Args:
+        lines: those of a call.
+        start: the line that tells what holds for all; None to answer as a whole.
+        done: makes the last line, which tells how the call ended.
+        whole: makes the answer.
+
+    """
+    first = await anext(lines, None)
+    seen: list[Answer] = [] if first is None else [first]
+    if start is None:
+        seen += [line async for line in lines]
+        return await _sent(lambda: whole(seen))
 
     async def written() -> AsyncIterator[str]:
-        seen: list[Answer] = []
-        yield json.dumps(start) + "\n"
         try:
-            if first is not None:
-                seen.append(first)
-                yield json.dumps(first) + "\n"
+            for line in (start, *seen):
+                yield json.dumps(line) + "\n"
             async for line in lines:
                 seen.append(line)
                 yield json.dumps(line) + "\n"
