@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.capture.types import CaptureResult, CaptureStatus
+from vllm.v1.capture.types import (
+    CaptureKey,
+    CaptureResult,
+    CaptureStatus,
+    VllmInternalRequestId,
+)
 from vllm.v1.residual.tap import Tap
 
 MOST_SHOWN = 4
@@ -175,6 +180,11 @@ def sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def request_key(request_id: str) -> CaptureKey:
+    """The key of the merged result of a request."""
+    return VllmInternalRequestId(request_id), -1, "*"
+
+
 def merge(request_id: str, results: Sequence[CaptureResult]) -> CaptureResult:
     """Merge results into one with the key `(request_id, -1, "*")`.
 
@@ -185,7 +195,7 @@ def merge(request_id: str, results: Sequence[CaptureResult]) -> CaptureResult:
     assert results, "there is no result to merge"
     errors = sorted({result.error for result in results if result.error})
     return CaptureResult(
-        (request_id, -1, "*"),  # type: ignore[arg-type]
+        request_key(request_id),
         _status(results),
         "; ".join(errors) or None,
         join_payloads([result.payload for result in results]),

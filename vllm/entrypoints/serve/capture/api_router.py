@@ -17,6 +17,7 @@ from vllm.v1.capture.consumers.memory.store import selected
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.capture.frontend.disabled import NoCapture
 from vllm.v1.capture.frontend.http import deferred
+from vllm.v1.capture.results import request_key
 from vllm.v1.capture.transport.bodies import form_for
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS
 from vllm.v1.capture.types import CaptureResult
@@ -100,8 +101,7 @@ async def get_kept(
         if request_id in (None, one.request_id):
             rows = selected(one.rows, chosen, point, start, stop)
             rows.transport = transport
-            key = (one.request_id, -1, "*")
-            result = CaptureResult(key, "ok", payload=rows)
+            result = CaptureResult(request_key(one.request_id), "ok", payload=rows)
             found[f"{one.request_id}/{one.sample_index}"] = (one, result)
     if not found:
         raise HTTPException(

@@ -85,13 +85,13 @@ def note_model(core: "EngineCore") -> None:
     shapes = {layer: own for _, rank, *_ in ranks for layer, own in rank.items()}
     config = core.vllm_config.capture_config
     config.hook_points, config.point_shapes = points, shapes
-    config.staging = [staging for _, _, staging, _ in ranks]
+    config.staging = [staging for _, _, staging, *_ in ranks]
     having = {name for own in points.values() for name in own}
-    for *_, missing in ranks:
+    for _, _, _, missing, _ in ranks:
         config.missing |= {n: why for n, why in missing.items() if n not in having}
     if core.vllm_config.readout_config.enabled:
         refusals: dict[str, Any] = {"attention": {}}
-        for own in core.model_executor.collective_rpc(readout_refusals_of):
+        for *_, own in ranks:
             refusals["attention"] |= own.pop("attention", {})
             refusals |= {name: refusals.get(name) or why for name, why in own.items()}
         core.vllm_config.readout_config.refusals = refusals
@@ -106,21 +106,17 @@ HookPoints: TypeAlias = dict[int, tuple[str, ...]]
 
 def facts_of(
     worker: Any,
-) -> tuple[HookPoints, Shapes, dict[str, int], dict[str, str]]:
-    """For `collective_rpc`: hook points, their shapes, staging memory, what lacks."""
-    residual = worker.model_runner.residual
-    shapes, staging = residual.point_shapes, residual.staging
-    return residual.hook_points, shapes, staging, residual.missing
+) -> tuple[HookPoints, Shapes, dict[str, int], dict[str, str], dict[str, Any]]:
+    """For `collective_rpc`: hook points, their shapes, staging memory, what lacks.
 
-
-def readout_refusals_of(worker: Any) -> dict[str, Any]:
-    """For `collective_rpc`: what a worker's layers and head do not support.
-
-    As `Refusals`, with the keys that the worker knows.
+    And what the layers and the head do not support of readouts, as `Refusals`, with the
+    keys that the worker knows.
     """
-    readouts = worker.model_runner.residual.readouts
+    residual = worker.model_runner.residual
+    readouts = residual.readouts
     refusals: dict[str, Any] = {} if readouts is None else readouts.refusals
-    return refusals
+    shapes, staging = residual.point_shapes, residual.staging
+    return residual.hook_points, shapes, staging, residual.missing, refusals
 
 
 def set_hook_points(worker: Any, points: HookPoints, shapes: Shapes) -> None:

@@ -6,7 +6,8 @@ that does not return fails the requests that wait for it (`SinkLane`).
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import monotonic, sleep
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from vllm.v1.capture.delivery.packet_queue import (
 )
 from vllm.v1.capture.delivery.spill import SpillStore
 from vllm.v1.capture.groups import GroupChunk, chunks_in
-from vllm.v1.capture.results import RowsByTap, merge
+from vllm.v1.capture.results import RowsByTap, merge, request_key
 from vllm.v1.capture.sink import CaptureSink
 from vllm.v1.capture.stats import LaneCounters
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
@@ -84,28 +85,28 @@ class GuardedSink:
     def feed(self, items: Sequence[GroupChunk]) -> None:
         """Pass rows, in the largest units that the sink takes."""
         groups, batch = self.can.groups, self.can.submit_chunk_batch
-        try:
-            if groups is not None:
-                self._begin_call()
+        keys = (key for item in items for key in item.keys)
+        if groups is not None:
+            with self._calling(keys):
                 groups.submit_rows(items)
-                return
-            live = chunks_in(items)
-            if batch is not None:
-                self._begin_call()
-                batch(live)
-                return
+        elif batch is not None:
+            with self._calling(keys):
+                batch(chunks_in(items))
+        else:
+            for chunk in chunks_in(items):
+                if chunk.key not in self.failures:
+                    with self._calling([chunk.key]):
+                        self.sink.submit_chunk(chunk)
+
+    @contextmanager
+    def _calling(self, keys: Iterable[CaptureKey]) -> Iterator[None]:
+        """A call of the sink; what it raises is the result of `keys`."""
+        try:
+            self._begin_call()
+            yield
         except BaseException as error:
-            for key in (key for item in items for key in item.keys):
+            for key in keys:
                 self.fail(key, error)
-            return
-        for chunk in live:
-            if chunk.key in self.failures:
-                continue
-            try:
-                self._begin_call()
-                self.sink.submit_chunk(chunk)
-            except BaseException as error:
-                self.fail(chunk.key, error)
 
     def fail(self, key: CaptureKey, error: BaseException) -> None:
         """Log an exception, and let it be the result of a key."""
@@ -130,7 +131,7 @@ class GuardedSink:
             results = groups.submit_ends(ending.request_id, ending.ends)
         except BaseException as error:
             FAILURES.log(self.instance, ending.request_id, error)
-            key: Any = (ending.request_id, -1, "*")
+            key = request_key(ending.request_id)
             error_of_all = CaptureResult(key, "error", described(error))
             results = [error_of_all] * len(ending.ends)
         if results is None:
@@ -156,14 +157,9 @@ class GuardedSink:
             except BaseException as error:
                 self.fail(finalize.key, error)
                 self._unfinished.add(finalize.key)
-        if self.can.submit_request_end is None:
-            return
-        try:
-            self._begin_call()
-            self.can.submit_request_end(ending.request_id, ending.finalizes)
-        except BaseException as error:
-            for finalize in ending.finalizes:
-                self.fail(finalize.key, error)
+        if self.can.submit_request_end is not None:
+            with self._calling(finalize.key for finalize in ending.finalizes):
+                self.can.submit_request_end(ending.request_id, ending.finalizes)
 
     def outcomes(self, ending: Ending) -> list[Outcome]:
         """Collect the results of a request whose keys were ended."""
@@ -186,10 +182,8 @@ class GuardedSink:
         if key in self._unfinished:
             self._unfinished.discard(key)
             deadline = 0.0
-        try:
+        with self._calling([key]):
             result = self._wait_for(key, deadline)
-        except BaseException as error:
-            self.fail(key, error)
         failure = self.failures.get(key) or finalize.sidecar.get("capture_error")
         if failure is not None:
             return CaptureResult(key, "error", failure)
@@ -336,7 +330,7 @@ class SinkLane:
                 self._dropped.note(items)
                 self._counters.dropped_rows += packet.num_rows
             elif taken is None:
-                self._queue.wait_for_room(packet, 1.0)
+                self._queue.wait_for_room(packet)
                 continue
             return
         self._lose(packet)
@@ -426,8 +420,9 @@ class SinkLane:
         for finalize in ending.finalizes:
             self._guarded.failures.setdefault(finalize.key, why)
             self._counters.failed_rows += finalize.sidecar.get("num_rows", 0)
-        key: Any = (ending.request_id, -1, "*")
-        self._deliver(ending, CaptureResult(key, "error", why))
+        self._deliver(
+            ending, CaptureResult(request_key(ending.request_id), "error", why)
+        )
 
     def _run(self) -> None:
         self._guarded.rest()
@@ -486,8 +481,8 @@ class SinkLane:
         for result, num_rows in outcomes:
             if result.status == "error":
                 self._counters.failed_rows += num_rows
-        key: Any = (ending.request_id, -1, "*")
-        results = [result for result, _ in outcomes] or [CaptureResult(key, "ok")]
+        nothing = CaptureResult(request_key(ending.request_id), "ok")
+        results = [result for result, _ in outcomes] or [nothing]
         self._deliver(ending, merge(ending.request_id, results))
 
     def _deliver(self, ending: Ending, result: CaptureResult) -> None:

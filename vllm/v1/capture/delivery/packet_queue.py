@@ -194,17 +194,13 @@ class PacketQueue:
         self._spill = spill
         self._items: deque[Item] = deque()
         self._packets = 0
-        self._bytes = 0
+        self.num_bytes = 0
+        """Bytes of rows queued in memory."""
         self._closed = False
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._items)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of rows queued in memory."""
-        return self._bytes
 
     @property
     def spilled_bytes(self) -> int:
@@ -222,7 +218,7 @@ class PacketQueue:
         with self._changed:
             if self._fits(packet):
                 self._packets += 1
-                self._bytes += packet.num_bytes
+                self.num_bytes += packet.num_bytes
                 self._append(packet)
                 return packet
         if self._spill is None:
@@ -236,10 +232,10 @@ class PacketQueue:
             self._append(packet)
         return packet
 
-    def wait_for_room(self, packet: Packet, timeout: float) -> None:
-        """Wait until `packet` fits in memory, for `timeout` seconds at most."""
+    def wait_for_room(self, packet: Packet) -> None:
+        """Wait until `packet` fits in memory, for a second at most."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fits(packet), timeout)
+            self._changed.wait_for(lambda: self._fits(packet), 1.0)
 
     def mark(self, mark: Opening | Ending) -> None:
         """Append the start or end of a request."""
@@ -292,7 +288,7 @@ class PacketQueue:
 
     def _fits(self, packet: Packet) -> bool:
         return not self._packets or (
-            self._bytes + packet.num_bytes <= self._max_bytes
+            self.num_bytes + packet.num_bytes <= self._max_bytes
             and self._packets < self._max_packets
         )
 
@@ -303,5 +299,5 @@ class PacketQueue:
     def _forget(self, item: Item) -> None:
         if isinstance(item, Packet) and item.spilled is None:
             self._packets -= 1
-            self._bytes -= item.num_bytes
+            self.num_bytes -= item.num_bytes
         self._changed.notify_all()

@@ -8,12 +8,11 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.unsent import when_response_ends
-from vllm.v1.capture.results import merge, merge_samples
+from vllm.v1.capture.results import merge, merge_samples, request_key
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.residual.capture_plan import CapturePlan
 from vllm.v1.residual.spans import Spans
@@ -48,11 +47,10 @@ class Sample:
 
     def lose(self, why: str) -> None:
         """Replace missing results by errors with the message `why`."""
-        key: Any = ("", -1, "*")
         for name in self.instances:
             got = self.results.setdefault(name, {})
             for stage in range(self.stages):
-                got.setdefault(stage, CaptureResult(key, "error", why))
+                got.setdefault(stage, CaptureResult(request_key(""), "error", why))
 
     def merged(self, request_id: str) -> dict[str, CaptureResult]:
         """The result of each instance over all stages; pending if one is missing."""
@@ -60,8 +58,7 @@ class Sample:
         for name in self.instances:
             got = self.results.get(name, {})
             if len(got) < self.stages:
-                key: Any = (request_id, -1, "*")
-                merged[name] = CaptureResult(key, "pending")
+                merged[name] = CaptureResult(request_key(request_id), "pending")
             else:
                 merged[name] = merge(request_id, [got[s] for s in sorted(got)])
                 merged[name].kept = self.kept.get(name)
@@ -105,7 +102,7 @@ class Tracked:
                 )
                 for name in names
             }
-        key: Any = (request_id, -1, "*")
+        key = request_key(request_id)
         idle = {name: CaptureResult(key, "not_requested") for name in self.idle}
         return results | idle
 

@@ -17,8 +17,8 @@ import torch
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.groups import GroupChunk
-from vllm.v1.capture.results import RowsByTap
-from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
+from vllm.v1.capture.results import RowsByTap, request_key
+from vllm.v1.capture.types import CaptureResult
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.spans import contains, only_last
@@ -126,8 +126,7 @@ class LiveRequest:
             else:
                 sample.token_ids += completion.token_ids
             parts[completion.index] = self._payloads(sample)
-        key = (VllmInternalRequestId(output.request_id), -1, "*")
-        results = {}
+        results, key = {}, request_key(output.request_id)
         for name in self._wanted:
             by_sample = {index: payloads[name] for index, payloads in parts.items()}
             payload = by_sample if self._num_samples > 1 else by_sample.get(0)

@@ -19,7 +19,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.memory.budget import collect_from
-from vllm.v1.capture.results import put_back, sendable, set_aside
+from vllm.v1.capture.results import put_back, request_key, sendable, set_aside
 from vllm.v1.capture.stats import LaneCounters, MemoryCounters
 from vllm.v1.capture.transport.addresses import local, new_address, reachable
 from vllm.v1.capture.transport.borrower import Borrower
@@ -69,8 +69,8 @@ class ResultMessage(msgspec.Struct, array_like=True, tag="result"):
     def result(self) -> CaptureResult:
         """Recreate the result."""
         payload = put_back(self.payload, self.tensors)
-        key = (self.request_id, -1, "*")
-        return CaptureResult(key, self.status, self.error, payload)  # type: ignore[arg-type]
+        how: Any = self.status
+        return CaptureResult(request_key(self.request_id), how, self.error, payload)
 
 
 class ChunksMessage(msgspec.Struct, array_like=True, tag="chunks"):

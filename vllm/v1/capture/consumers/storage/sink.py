@@ -303,11 +303,7 @@ class StorageSink(GroupSink):
             with self._lock:
                 requests = list(self._requests.values())
                 running = not all(request.published for request in requests)
-                pending = [
-                    request
-                    for request in requests
-                    if request.ended_at is not None and not request.settled.is_set()
-                ]
+                pending = [request for request in requests if request.is_pending]
                 if not pending:
                     self._waiting.clear()
             self._complete_due(now, closing=False, running=running)
@@ -356,11 +352,7 @@ class StorageSink(GroupSink):
         """
         while monotonic() < deadline:
             with self._lock:
-                pending = [
-                    request
-                    for request in self._requests.values()
-                    if request.ended_at is not None and not request.settled.is_set()
-                ]
+                pending = [one for one in self._requests.values() if one.is_pending]
             if not pending:
                 return
             adding = not all(request.published for request in pending)
@@ -430,26 +422,22 @@ class MemoryBudget:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._held = 0
+        self.held = 0
+        """Bytes held now."""
         self._stalled = False
         self._changed = threading.Condition()
-
-    @property
-    def held(self) -> int:
-        """Bytes held now."""
-        return self._held
 
     def add(self, size: int) -> None:
         """Add `size` bytes, even if they exceed the limit."""
         with self._changed:
-            self._held += size
+            self.held += size
 
     def release(self, size: int, written: bool = True) -> None:
         """Subtract `size` bytes, which were written or (`written=False`) discarded."""
         with self._changed:
-            self._held -= size
+            self.held -= size
             self._stalled = self._stalled and not written
-            assert self._held >= 0, f"{-self._held} bytes were released twice"
+            assert self.held >= 0, f"{-self.held} bytes were released twice"
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
@@ -459,10 +447,10 @@ class MemoryBudget:
         written, so that a stuck disk does not block the caller each time.
         """
         with self._changed:
-            if self._held <= self.limit:
+            if self.held <= self.limit:
                 return True
             if self._stalled:
                 return False
-            fits = self._changed.wait_for(lambda: self._held <= self.limit, timeout)
+            fits = self._changed.wait_for(lambda: self.held <= self.limit, timeout)
             self._stalled = not fits
             return fits

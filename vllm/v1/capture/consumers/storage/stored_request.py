@@ -144,6 +144,11 @@ class StoredRequest:
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether it has ended and its results are not final."""
+        return self.ended_at is not None and not self.settled.is_set()
+
     def writable(self) -> list[CaptureFinalize]:
         """The keys to write; those that have failed get an error result."""
         good = []
