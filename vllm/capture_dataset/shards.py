@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.capture_dataset.formats import WRITERS
-from vllm.capture_dataset.formats.saelens import (
-    INFO,
-    STATE,
-    hook_name,
-    info_of,
-    state_of,
-)
+from vllm.capture_dataset.formats.saelens import INFO, STATE, info_of, state_of
 from vllm.capture_dataset.manifest import ShardFile, checksum
 from vllm.capture_dataset.prompts import Prompt
 from vllm.capture_dataset.spec import ITEM_SIZES
@@ -109,15 +103,7 @@ class ShardFolder:
     def index(self, shards: list[ShardFile], taps: list[tuple[int, str]]) -> None:
         """Update the list of shards for readers, if the format has one."""
         if self._facts["format"] == "saelens":
-            facts = self._facts
-            info = info_of(
-                [hook_name(*tap) for tap in taps],
-                facts["context_size"],
-                facts["model"]["hidden_size"],
-                facts["values_dtype"],
-                json.dumps(facts),
-            )
-            self._put(INFO, info)
+            self._put(INFO, info_of(self._facts, taps))
             self._put(STATE, state_of([shard.file for shard in shards]))
 
     def close(self) -> None:

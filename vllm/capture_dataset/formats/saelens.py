@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from vllm.capture_dataset.table import Shard
 from vllm.v1.residual.sae.places import TRANSFORMER_LENS
+from vllm.v1.residual.tap import Tap
 
 HOOK_NAMES = {ours: name for name, ours in TRANSFORMER_LENS.items()}
 INFO, STATE = "dataset_info.json", "state.json"
@@ -54,23 +55,13 @@ def contexts_of(
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def info_of(
-    names: Sequence[str], size: int, width: int, dtype: str, description: str
-) -> dict[str, Any]:
-    """The content of `dataset_info.json`.
-
-    Args:
-        names: of the hook points.
-        size: rows of a context.
-        width: of a row.
-        dtype: of the values, `float16` or `float32`.
-        description: of the data set.
-
-    """
-    array = {"shape": [size, width], "dtype": dtype, "_type": "Array2D"}
+def info_of(facts: Mapping[str, Any], taps: Sequence[Tap]) -> dict[str, Any]:
+    """The content of `dataset_info.json`, of the manifest's facts."""
+    shape = [facts["context_size"], facts["model"]["hidden_size"]]
+    array = {"shape": shape, "dtype": facts["values_dtype"], "_type": "Array2D"}
     ids = {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}
-    features = {name: array for name in names} | {IDS: ids}
-    return {"features": features, "description": description}
+    features = {hook_name(*tap): array for tap in taps} | {IDS: ids}
+    return {"features": features, "description": json.dumps(facts)}
 
 
 def state_of(files: Sequence[str]) -> dict[str, Any]:
