@@ -81,11 +81,6 @@ def entry_stored(entry: Mapping[str, Any]) -> Array:
     return stored_of(data, entry["dtype"], entry["shape"])
 
 
-def entry_values(entry: Mapping[str, Any]) -> Array:
-    """The values `[rows, hidden_size]` of one entry; bfloat16 as float32."""
-    return widened(entry_stored(entry), entry["dtype"])
-
-
 def packed_values(packed: Mapping[str, Any]) -> Array:
     """Decode `{"dtype", "shape", "data"}` with base64, the form of rows in readouts."""
     data = base64.b64decode(packed["data"])
@@ -98,7 +93,10 @@ def decode(payload: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Array]
     For a request with `n > 1` or several prompts, the payload maps each index to a
     payload of its own; decode these one by one.
     """
-    return {(one["layer"], one["hook"]): entry_values(one) for one in payload}
+    return {
+        (one["layer"], one["hook"]): widened(entry_stored(one), one["dtype"])
+        for one in payload
+    }
 
 
 def _unzstd(data: bytes, size: int) -> bytes:

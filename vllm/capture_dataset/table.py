@@ -74,16 +74,12 @@ class Shard:
         def each(values: list[Any], kind: pa.DataType) -> pa.Array:
             return pa.array(values, kind).take(pa.array(owner))
 
-        def of_rows(name: str, kind: pa.DataType) -> pa.Array:
-            return pa.array(
-                [
-                    values[position]
-                    for item in self.items
-                    for values in (_per_token(item, name),)
-                    for position in item.positions
-                ],
-                kind,
-            )
+        def of_rows(per_token: Sequence[Sequence[Any]], kind: pa.DataType) -> pa.Array:
+            pairs = zip(self.items, per_token, strict=True)
+            found = [values[at] for item, values in pairs for at in item.positions]
+            return pa.array(found, kind)
+
+        items, texts = self.items, [item.text for item in self.items]
 
         return {
             "sample": pa.array(samples[owner]),
@@ -94,9 +90,9 @@ class Shard:
             },
             "position": pa.array(positions),
             "is_prompt": pa.array(positions < lengths[owner]),
-            "token_id": of_rows("token_ids", pa.int32()),
-            "token": of_rows("tokens", pa.string()),
-            "text_offset": of_rows("offsets", pa.int32()),
+            "token_id": of_rows([item.token_ids for item in items], pa.int32()),
+            "token": of_rows([text.tokens for text in texts], pa.string()),
+            "text_offset": of_rows([text.offsets for text in texts], pa.int32()),
             **{
                 one.name: one.of_tap(self.taps[0], self.items)
                 for one in self.readouts
@@ -152,9 +148,3 @@ class Shard:
         return pa.RecordBatch.from_arrays(
             [made[n] for n in schema.names], schema=schema
         )
-
-
-def _per_token(item: Captured, name: str) -> Sequence[Any]:
-    if name == "token_ids":
-        return item.token_ids
-    return item.text.tokens if name == "tokens" else item.text.offsets
