@@ -22,7 +22,6 @@ from vllm.steering.evaluation.judge import RemoteJudge
 from vllm.steering.measures import (
     auroc,
     divergence,
-    harmonic_mean,
     repetition,
     standard_error,
 )
@@ -60,8 +59,6 @@ def test_divergence_is_kullback_and_leiblers() -> None:
 def test_small_measures() -> None:
     assert repetition([1, 2, 3, 1, 2, 3]) == pytest.approx(0.25)
     assert repetition([1]) == 0
-    assert harmonic_mean([2, 1, 2]) == pytest.approx(1.5)
-    assert harmonic_mean([2, 0, 2]) == 0
     assert standard_error([1.0, 3.0]) == pytest.approx(1.0)
 
 

@@ -47,13 +47,6 @@ def repetition(token_ids: Sequence[int], n: int = 3) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def harmonic_mean(scores: Sequence[float]) -> float:
-    """The harmonic mean; 0 if any score is 0, as in AxBench (Wu et al. 2025)."""
-    if min(scores) <= 0:
-        return 0.0
-    return len(scores) / sum(1 / score for score in scores)
-
-
 def standard_error(values: Sequence[float]) -> float:
     """The standard error of the mean; infinite for fewer than two values."""
     if len(values) < 2:

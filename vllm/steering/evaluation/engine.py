@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,20 +55,12 @@ def log_odds(llm: "LLM", pairs: Sequence[Pair], settings: Sequence[Steering]) ->
     found = np.empty((len(settings), len(pairs)))
     for number in range(found.size):
         positive, negative = outputs[2 * number], outputs[2 * number + 1]
-        shared = _shared(positive.prompt_token_ids, negative.prompt_token_ids)
+        both = zip(positive.prompt_token_ids or (), negative.prompt_token_ids or ())
+        shared = len(list(takewhile(lambda ids: ids[0] == ids[1], both)))
         found.flat[number] = _likelihood(positive, shared) - _likelihood(
             negative, shared
         )
     return found
-
-
-def _shared(first: Sequence[int] | None, second: Sequence[int] | None) -> int:
-    count = 0
-    for a, b in zip(first or (), second or ()):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _likelihood(output: "RequestOutput", start: int) -> float:

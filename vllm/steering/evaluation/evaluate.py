@@ -186,13 +186,13 @@ class Verdict:
 
     layer: int
     hook: str
-    best_dose: float | None
+    best_dose: float | None = None
     """The largest dose with a KL below the limit; None if there is none."""
-    effect: float
+    effect: float = math.nan
     """The effect at this dose, in nats."""
-    control_effect: float
+    control_effect: float = math.nan
     """The larger of the controls' effects at this dose, in nats."""
-    works: bool
+    works: bool = False
     """Whether effect and AUROC are better than chance and than the controls.
 
     The effect, and its paired difference to each control's, must exceed `SURE` standard
@@ -233,14 +233,7 @@ def _verdict(
     fitting = [p for p in points if p.kind == VECTOR and p.kl < kl_limit]
     best = max(fitting, key=lambda point: point.dose, default=None)
     if best is None:
-        return Verdict(
-            layer=layer,
-            hook=hook,
-            best_dose=None,
-            effect=math.nan,
-            control_effect=math.nan,
-            works=False,
-        )
+        return Verdict(layer=layer, hook=hook)
     controls = [p for p in points if p.kind != VECTOR and p.dose == best.dose]
     sure = _is_above_zero(best.changes) and all(
         _is_above_zero([a - b for a, b in zip(best.changes, control.changes)])

@@ -9,11 +9,11 @@ harmonic mean. The wording of the questions is ours.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import harmonic_mean
 
 import httpx
 
 from vllm.steering.evaluation.engine import Answer
-from vllm.steering.measures import harmonic_mean
 from vllm.v1.steering.errors import fail
 
 QUESTIONS = {

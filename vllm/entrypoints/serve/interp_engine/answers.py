@@ -90,32 +90,26 @@ def _ids(model: ServedModel, body: Tokenize) -> list[int]:
 
 def token_step(step: GenStep) -> Answer:
     """One generated token."""
-    line: Answer = {"type": "token", "token_id": step.token_id}
-    line["token_str"] = step.token_str
-    if step.logprobs is not None:
-        line["logprobs"] = step.logprobs
-    return line
+    line = {"type": "token", "token_id": step.token_id, "token_str": step.token_str}
+    return line if step.logprobs is None else {**line, "logprobs": step.logprobs}
 
 
 def lens_step(model: ServedModel, step: LensStep) -> Answer:
     """One position, with the texts of the tokens that were read."""
-    lenses = []
-    for ids, probabilities in zip(step.top_ids, step.top_probs):
-        texts = [model.to_str_tokens(row) for row in ids]
-        lenses.append(
-            {
-                "top_ids": ids.tolist(),
-                "top_probs": probabilities.tolist(),
-                "top_strs": texts,
-            }
-        )
     return {
         "type": "step",
         "position": step.position,
         "token_id": step.token_id,
         "token_str": model.to_str_tokens([step.token_id])[0],
         "is_generated": step.is_generated,
-        "lenses": lenses,
+        "lenses": [
+            {
+                "top_ids": ids.tolist(),
+                "top_probs": probabilities.tolist(),
+                "top_strs": [model.to_str_tokens(row) for row in ids],
+            }
+            for ids, probabilities in zip(step.top_ids, step.top_probs)
+        ],
     }
 
 

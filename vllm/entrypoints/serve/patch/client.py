@@ -138,24 +138,16 @@ class PatchStudy:
         reply = await asyncio.to_thread(
             self._client.complete, ids, capture={"patch_source": spec}, **fields
         )
-        answered = dict.fromkeys(("logprob", "logit_diff"))
+        logprob = difference = None
         if tokens:
             top = reply.raw["choices"][0]["logprobs"]["top_logprobs"][0]
             found = Reply({int(k.removeprefix("token_id:")): v for k, v in top.items()})
             answer, foil = tuple(tokens[:1]), tuple(tokens[1:])
-            answered["logprob"] = Question("logprob", answer).value([found])
+            logprob = Question("logprob", answer).value([found])
             if foil:
-                both = Question("logit_diff", answer, foil)
-                answered["logit_diff"] = both.value([found])
-        return CleanRun(
-            run,
-            len(ids),
-            hook,
-            answer_token,
-            answered["logprob"],
-            answered["logit_diff"],
-            prompt,
-        )
+                difference = Question("logit_diff", answer, foil).value([found])
+        count = len(ids)
+        return CleanRun(run, count, hook, answer_token, logprob, difference, prompt)
 
     async def positions_for(
         self, prompt: str, span: str, *, occurrence: int = 0

@@ -19,26 +19,16 @@ from vllm.v1.steering.frontend.engine_args import API_KEY_VARIABLE, given_values
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-MUTATING = (
-    frozenset(
-        f"/v1/steering/{name}"
-        for name in (
-            *("set", "clear", "modules/register", "modules/unregister"),
-            *("vectors/register", "vectors/unregister"),
-        )
-    )
-    | {
-        f"/v1/{place}/{name}"
-        for place in ("readouts/modules", "sae")
-        for name in ("register", "unregister")
-    }
-    | {
-        f"/v1/hooks/{name}"
-        for name in (
-            *("register", "collect", "clear", "clear_results"),
-            *("prefetch", "clear_prefetched"),
-        )
-    }
+_ROUTES = {
+    "steering": "set clear",
+    "hooks": "register collect clear clear_results prefetch clear_prefetched",
+    **dict.fromkeys(
+        ("steering/modules", "steering/vectors", "readouts/modules", "sae"),
+        "register unregister",
+    ),
+}
+MUTATING = frozenset(
+    f"/v1/{place}/{name}" for place, names in _ROUTES.items() for name in names.split()
 )
 """Routes that require a steering key if the server has one."""
 
