@@ -11,6 +11,7 @@ import torch
 
 from vllm.interop.vllm_lens import hook_wire, tensors
 from vllm.interop.vllm_lens.requests import INSTANCE
+from vllm.interop.vllm_lens.steering_vector import SteeringVector
 
 
 @dataclass(slots=True)
@@ -62,28 +63,57 @@ class VLLMLensClient:
             self._model = str(_checked(answer)["data"][0]["id"])
         return self._model
 
-    def generate(self, prompt: str | list[int], **fields: Any) -> GenerateOutput:
+    def generate(
+        self,
+        prompt: str | list[int],
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        hooks: Any = None,
+        capture_layers: Sequence[int] | bool | None = None,
+        steering_vectors: Sequence[SteeringVector] | None = None,
+        logprobs: int | None = None,
+        echo: bool | None = None,
+        **more: Any,
+    ) -> GenerateOutput:
         """Complete a prompt.
-
-        Args:
-            prompt: text, or token ids.
-            fields: those of the request, of which `max_tokens` is 16 and `temperature`
-                0 by default; and `hooks`, `capture_layers` (layers, or True for all)
-                and `steering_vectors`.
 
         Raises:
             RuntimeError: the server refused the request, or rows are missing; has the
                 server's message.
 
         """
-        answer = self._complete("completions", {"prompt": prompt, **fields})
+        body = {"prompt": prompt, "logprobs": logprobs, "echo": echo, **more}
+        body |= {"max_tokens": max_tokens, "temperature": temperature}
+        answer = self._complete(
+            "completions", body, hooks, capture_layers, steering_vectors
+        )
         return _output(answer, answer["choices"][0]["text"])
 
-    def chat(self, messages: Sequence[dict[str, Any]], **fields: Any) -> GenerateOutput:
-        """Generate the next message of a conversation; else as `generate`."""
-        answer = self._complete("chat/completions", {"messages": messages, **fields})
-        text = answer["choices"][0]["message"].get("content") or ""
-        return _output(answer, text)
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        hooks: Any = None,
+        capture_layers: Sequence[int] | bool | None = None,
+        steering_vectors: Sequence[SteeringVector] | None = None,
+        **more: Any,
+    ) -> GenerateOutput:
+        """Generate the next message of a conversation.
+
+        Raises:
+            RuntimeError: the server refused the request, or rows are missing; has the
+                server's message.
+
+        """
+        body = {"messages": list(messages), **more}
+        body |= {"max_tokens": max_tokens, "temperature": temperature}
+        answer = self._complete(
+            "chat/completions", body, hooks, capture_layers, steering_vectors
+        )
+        return _output(answer, answer["choices"][0]["message"].get("content") or "")
 
     def register_hooks(
         self, hooks: Sequence[Any], prefetch_params: Sequence[str] | None = None
@@ -123,18 +153,24 @@ class VLLMLensClient:
         """Drop prefetched parameters."""
         self._post("hooks/clear_prefetched", {})
 
-    def _complete(self, route: str, fields: dict[str, Any]) -> dict[str, Any]:
-        args = dict(fields.pop("vllm_xargs", None) or {})
-        if hooks := fields.pop("hooks", None):
+    def _complete(
+        self,
+        route: str,
+        body: dict[str, Any],
+        hooks: Any,
+        layers: Sequence[int] | bool | None,
+        vectors: Sequence[SteeringVector] | None,
+    ) -> dict[str, Any]:
+        args = dict(body.pop("vllm_xargs", None) or {})
+        if hooks:
             args["apply_hooks"] = json.dumps([_dumped(one) for one in hooks])
-        if (layers := fields.pop("capture_layers", None)) is not None:
+        if layers is not None:
             wanted = layers if isinstance(layers, bool) else list(layers)
             args["output_residual_stream"] = json.dumps(wanted)
-        if vectors := fields.pop("steering_vectors", None):
+        if vectors:
             dumped = [vector.model_dump() for vector in vectors]
             args["apply_steering_vectors"] = json.dumps(dumped)
-        defaults = {"model": self.model, "max_tokens": 16, "temperature": 0.0}
-        body = {**defaults, **fields, "vllm_xargs": args or None}
+        body = {"model": self.model, **body, "vllm_xargs": args or None}
         return self._post(route, {n: one for n, one in body.items() if one is not None})
 
     def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:

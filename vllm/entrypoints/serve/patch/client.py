@@ -163,28 +163,41 @@ class PatchStudy:
         corrupt_prompt: str | Sequence[int],
         *,
         run: str | None = None,
+        layers: Any = "all",
+        positions: Places = "all_prompt",
+        hook: str | None = None,
+        alpha: float = 1.0,
+        answer_token: str,
+        foil_token: str | None = None,
+        metric: str = "logprob",
         clean: CleanRun | None = None,
         clean_prompt: str | Sequence[int] | None = None,
         server_side: bool = False,
-        **fields: Any,
+        hooks: Sequence[str] | None = None,
+        keep_source: bool = False,
+        on_cell: Callable[[dict[str, Any]], Any] | None = None,
     ) -> SweepResult | dict[str, SweepResult]:
         """Patch a prompt with rows of a run; with `hooks`, a result for each of them.
 
-        Args:
-            corrupt_prompt: text, or token ids.
-            run: the name of the kept run.
-            clean: what `capture_clean` has returned of it.
-            clean_prompt: its prompt.
-            server_side: no effect: the server always runs the cells.
-            fields: `answer_token`, and if they are wanted `foil_token`, `metric`,
-                `hook`, `hooks`, `layers`, `positions`, `alpha`, `keep_source`, and
-                `on_cell`, which is called with each cell.
-
+        `server_side` has no effect: the server always runs the cells.
         """
         if clean is not None:
             run, clean_prompt = run or clean.run_id, clean_prompt or clean.prompt
-        fields |= {"source_run": run, "clean_prompt": clean_prompt}
-        return await self._swept(corrupt_prompt, **fields)
+        return await self._swept(
+            hook,
+            hooks,
+            on_cell,
+            prompt=corrupt_prompt,
+            source_run=run,
+            clean_prompt=clean_prompt,
+            layers=layers,
+            positions=_spans(positions),
+            alpha=alpha,
+            answer_token=answer_token,
+            foil_token=foil_token,
+            metric=metric,
+            keep_source=keep_source,
+        )
 
     async def zoom(
         self,
@@ -218,40 +231,45 @@ class PatchStudy:
         self,
         corrupt_prompt: str | Sequence[int],
         *,
+        layers: Any = "all",
+        positions: Places = "all_prompt",
         source: str = "zeros",
         source_inline: int | None = None,
-        **fields: Any,
+        mask: Any = None,
+        patch_vectors: dict[str, Any] | None = None,
+        hook: str | None = None,
+        alpha: float = 1.0,
+        answer_token: str,
+        foil_token: str | None = None,
+        metric: str = "logprob",
     ) -> Any:
-        """Overwrite rows by zeros, by a module's vector or by a row.
-
-        Args:
-            corrupt_prompt: text, or token ids.
-            source: `"zeros"`, or the name of a module.
-            source_inline: the index of a row of `patch_vectors`.
-            fields: those of `sweep_layers_positions`, `patch_vectors` and `mask`.
-
-        """
-        module = source if source_inline is None else None
-        fields |= {"source_module": module, "source_inline": source_inline}
-        return await self._swept(corrupt_prompt, **fields)
+        """Overwrite rows by zeros, by a module's vector or by a row."""
+        return await self._swept(
+            hook,
+            None,
+            None,
+            prompt=corrupt_prompt,
+            source_module=source if source_inline is None else None,
+            source_inline=source_inline,
+            mask=mask,
+            patch_vectors=patch_vectors,
+            layers=layers,
+            positions=_spans(positions),
+            alpha=alpha,
+            answer_token=answer_token,
+            foil_token=foil_token,
+            metric=metric,
+        )
 
     async def drop_run(self, run: str) -> bool:
         """Drop a kept run; returns whether there was one."""
         return await asyncio.to_thread(self._client.drop_run, run)
 
     async def _swept(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        answer_token: str,
-        hook: str | None = None,
-        hooks: Sequence[str] | None = None,
-        positions: Places = "all_prompt",
-        on_cell: Callable[[dict[str, Any]], Any] | None = None,
-        **fields: Any,
+        self, hook: str | None, hooks: Any, on_cell: Any, **fields: Any
     ) -> SweepResult | dict[str, SweepResult]:
+        prompt = fields.pop("prompt")
         names = list(hooks) if hooks is not None else [hook or self._hook]
-        fields |= {"answer_token": answer_token, "positions": _spans(positions)}
 
         def work() -> dict[str, Any]:
             last: dict[str, Any] = {}

@@ -135,7 +135,8 @@ class Shard:
             is_same = shard.least > 0 and own.equal(shard.logits(some))
         except Exception:
             is_same = False
-        flags = torch.tensor([is_same], dtype=torch.int32, device=rows.device)
+        # Of a dtype that ranks on CPUs can gather.
+        flags = torch.tensor([is_same], dtype=torch.float32, device=rows.device)
         every = get_tp_group().all_gather(flags, dim=0)
         return shard if every.all() else None
 
