@@ -201,10 +201,12 @@ def _kill_the_second(nodes: Nodes, root: Path) -> None:
         lines = stream.iter_lines()
         next(lines)
         os.killpg(nodes.processes[1].pid, signal.SIGKILL)
+        killed = monotonic()
         try:
             rest = list(lines)
         except httpx.TransportError as error:
             rest = [repr(error)]
+    assert monotonic() - killed < 120, "upstream waits for 300 s"
     assert "[DONE]" not in rest[-2:] or any("error" in line for line in rest), rest
     nodes.processes[0].wait(120)
     log = nodes.logs[0].read_text()
