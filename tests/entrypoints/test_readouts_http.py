@@ -433,7 +433,7 @@ def test_hooks_for_all_need_the_key_and_are_cleared(server: Server) -> None:
     client.generate("a", max_tokens=2)
     assert client.collect_hook_results() == {}
     with pytest.raises(RuntimeError, match="no such field"):
-        client._hooks("register", {"hooks": [], "wait": True})
+        client._post("hooks/register", {"hooks": [], "wait": True})
 
 
 def test_the_page_writes_and_reads_out(server: Server) -> None:
