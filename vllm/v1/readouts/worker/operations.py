@@ -280,15 +280,10 @@ def norms(job: Job, rows: torch.Tensor) -> Arrays:
         of_before = _rows_before(job)
         found = async_tensor_h2d(of_before, device=rows.device)
         missing = found < 0 if (of_before < 0).any() else None
-        alone = (
-            torch.full((len(rows),), float("nan")) if (of_before < 0).all() else None
-        )
-        job.kept["before"] = found.clamp(min=0), missing, alone
-    before, missing, alone = job.kept["before"]
-    lengths = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
-    if alone is not None:
-        return {"norm": lengths, "cosine": alone}
+        job.kept["before"] = found.clamp(min=0), missing
+    before, missing = job.kept["before"]
     wide = rows.float()
+    lengths = wide.norm(dim=-1)
     products = (wide * wide.index_select(0, before)).sum(dim=-1)
     cosine = products / (lengths * lengths.index_select(0, before))
     if missing is not None:
