@@ -261,7 +261,7 @@ class ReadoutPart(msgspec.Struct, array_like=True, gc=False):
     """Token position of the first token; the positions are consecutive."""
     count: int
     """Tokens that the arrays cover."""
-    arrays: dict[str, Array]
+    arrays: dict[str, np.ndarray]  # Upstream decodes this type, and no alias of it.
     """NumPy arrays by name: `[count, ...]`, or without `count` if reduced."""
     reduced: bool = False
     """Whether the arrays hold one value for all tokens."""

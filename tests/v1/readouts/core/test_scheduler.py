@@ -4,7 +4,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +19,7 @@ from vllm.v1.residual.readout_plan import (
     StepReadouts,
     StopWhen,
 )
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 PROMPT = 10
 
@@ -75,11 +75,12 @@ def test_arrays_are_the_same_between_processes(array: np.ndarray[Any, Any]) -> N
     part.pack()
     assert ("a" in part.arrays) == (array.nbytes > MAX_PACKED)
     assert "large" in part.arrays
-    sent = msgspec.msgpack.encode((part.form, part.data))
-    part.form, part.data = msgspec.msgpack.decode(sent, type=tuple[str, bytes])
-    part.unpack()
-    assert part.arrays["a"].dtype == array.dtype and not part.data
-    np.testing.assert_array_equal(part.arrays["a"], array)
+    sent = MsgpackEncoder().encode(part)
+    received: ReadoutPart = MsgpackDecoder(ReadoutPart).decode(sent)
+    received.unpack()
+    assert received.arrays["a"].dtype == array.dtype and not received.data
+    np.testing.assert_array_equal(received.arrays["a"], array)
+    np.testing.assert_array_equal(received.arrays["large"], part.arrays["large"])
 
 
 def test_rows_of_rejected_drafts_do_not_count() -> None:
