@@ -3,18 +3,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm.logger import init_logger
+from vllm.v1.residual.readout_plan import Array
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
     from clearbox_client.readouts import Readout as ClientReadout
 
 logger = init_logger(__name__)
-Array = np.ndarray[Any, Any]
 
 FULL_AXES = 3
 """Dimensions of full attention patterns, `[heads, n, context]`."""

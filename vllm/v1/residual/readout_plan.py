@@ -389,14 +389,14 @@ class StepReadouts(NamedTuple):
         return RequestReadouts(self.starts[req_id] + self.shift, parts)
 
     def token_at(self, req_id: str, position: int) -> list[ReadoutPart] | None:
-        """The results of a request if all are of the token at `position`; else None."""
+        """The results of a request, perhaps none; None if not all are at `position`."""
         if req_id in self.parts:
             return None
         parts = self._singles(req_id)
         for part in parts:
             if part.start != position:
                 return None
-        return parts or None
+        return parts
 
     def _singles(self, req_id: str) -> list[ReadoutPart]:
         parts = []

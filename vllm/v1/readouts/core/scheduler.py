@@ -59,7 +59,8 @@ class _State:
             # As of most requests in most steps.
             parts = step.token_at(req_id, position)
             if parts is not None:
-                self.next_position = position + 1
+                if parts:
+                    self.next_position = position + 1
                 return parts
         found = step.get(req_id)
         if found is None:

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.readouts.worker.jobs import Entry
 from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
+    Array,
     JobTokens,
     Kind,
     ReadoutPart,
@@ -144,9 +145,7 @@ def _find_failures(result: JobResult) -> None:
             result.errors[number] = LENS_FAILED
 
 
-def _tokens(
-    result: JobResult, arrays: Mapping[str, np.ndarray[Any, Any]]
-) -> JobTokens | None:
+def _tokens(result: JobResult, arrays: Mapping[str, Array]) -> JobTokens | None:
     """The packed values of entries with a single token.
 
     None if an array has no value for each row, if values are too large to be packed, or
@@ -167,7 +166,7 @@ def _tokens(
 
 
 def _token_rows(
-    entries: Sequence[Entry], arrays: Mapping[str, np.ndarray[Any, Any]], size: int
+    entries: Sequence[Entry], arrays: Mapping[str, Array], size: int
 ) -> dict[str, list[TokenRow]]:
     """By request: where the values of single tokens are in rows of `size` bytes."""
     found: dict[str, list[TokenRow]] = {}
@@ -186,7 +185,7 @@ def _part(
     result: JobResult,
     number: int,
     entry: Entry,
-    arrays: Mapping[str, np.ndarray[Any, Any]],
+    arrays: Mapping[str, Array],
 ) -> ReadoutPart:
     start = entry.start + result.shift
     name, error = entry.readout.name, result.errors.get(number, "")
