@@ -48,7 +48,7 @@ def test_help_has_the_commands_own_options(capsys: pytest.CaptureFixture[str]) -
     [
         ([*CAPTURE, "--limit", "few"], "argument --limit: invalid int value"),
         ([*CAPTURE, "--shard-size", "2 apples"], "is not a size"),
-        ([*CAPTURE, "--dtype", "float32", "--layers", "4-2"], "first <= last"),
+        ([*CAPTURE, "--dtype", "float32", "--layers", "4-2"], "descending range"),
         (PROBE[:-2], "required: --out"),
         ([*PROBE, "--hook", "residual"], "is not a hook point"),
         (["steer", "extrac"], "invalid choice"),

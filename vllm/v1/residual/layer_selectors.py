@@ -2,7 +2,8 @@
 """The grammar of layer selectors, for capture and steering.
 
 An index, or its text; a text of indices and ranges such as `"0,4-7"`; `"all"`; a list
-of these; or `{"layers": [...], "ranges": [[first, last], ...]}`.
+of these; or `{"layers": [...], "ranges": [[first, last], ...]}`. Captures, readouts,
+steering entries, patch grids and the reader of probes' files name layers by it.
 """
 
 import re
@@ -61,7 +62,7 @@ def _layer_spans(
     if isinstance(raw, str):
         if raw.strip() == "all":
             return [(layer, layer) for layer in having]
-        return written(raw, at, fail)
+        return _written(raw, at, fail)
     if isinstance(raw, Mapping):
         if not raw or raw.keys() - {"layers", "ranges"}:
             raise _no_layers(raw, at, fail)
@@ -88,7 +89,7 @@ def _listed(
     return spans
 
 
-def written(text: str, at: str, fail: Fail) -> list[tuple[int, int]]:
+def _written(text: str, at: str, fail: Fail) -> list[tuple[int, int]]:
     """Parse a text such as `"0,4-7"`."""
     parts = [_RANGE.fullmatch(part) for part in text.split(",", MAX_POSITIONS)]
     spans = []

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.residual.layer_selectors import written
 from vllm.v1.residual.numbers import Fail
 from vllm.v1.residual.tap import HOOK_NAMES, did_you_mean, hook_name, parse_address
 from vllm.v1.steering.errors import fail
@@ -140,8 +139,17 @@ def parse_layers(text: str) -> list[int] | None:
     """
     if text == "all":
         return None
-    spans = written(text, "layers", lambda why, *_: argparse.ArgumentTypeError(why))
-    return sorted({n for first, last in spans for n in range(first, last + 1)})
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        ends = (first, last) if dash else (first, first)
+        if not all(end.isascii() and end.isdigit() for end in ends):
+            raise argparse.ArgumentTypeError(f"{part!r} is neither a layer nor L-L")
+        start, stop = map(int, ends)
+        if start > stop:
+            raise argparse.ArgumentTypeError(f"{part!r} is a descending range")
+        layers.update(range(start, stop + 1))
+    return sorted(layers)
 
 
 SHARED: dict[str, dict[str, Any]] = {
