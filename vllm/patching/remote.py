@@ -17,12 +17,6 @@ from vllm.v1.steering.spec.table import Array, as_array
 if TYPE_CHECKING:
     from clearbox_client import Client
 
-SAME = (
-    *("prompt", "hooks", "metric", "answer", "foil", "effect", "alpha"),
-    *("noise", "seed"),
-)
-"""Fields of a sweep that the route has too."""
-
 
 def run(
     client: "Client", sweep: Sweep, progress: bool, on_cell: OnCell | None, keep: bool
@@ -58,12 +52,20 @@ def fields_of(sweep: Sweep) -> dict[str, Any]:
     """The fields of `POST /v1/patch_sweep`."""
     rows: list[Array] = []
     fields: dict[str, Any] = {
+        "prompt": sweep.prompt,
         "clean_prompt": sweep.other,
         "source_run": sweep.run,
+        "hooks": sweep.hooks,
         "layers": as_list(sweep.layers),
         "positions": _places(sweep.positions),
         "heads": as_list(sweep.heads),
-        **{name: getattr(sweep, name) for name in SAME},
+        "metric": sweep.metric,
+        "answer": sweep.answer,
+        "foil": sweep.foil,
+        "effect": sweep.effect,
+        "alpha": sweep.alpha,
+        "noise": sweep.noise,
+        "seed": sweep.seed,
     }
     if sweep.subject is not None:
         fields["subject"] = _places(sweep.subject)

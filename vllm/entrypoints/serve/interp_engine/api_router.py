@@ -44,12 +44,6 @@ Answer = dict[str, Any]
 Lines = AsyncIterator[Answer]
 
 
-OF_A_LENS = {
-    *("point", "top_n", "max_tokens", "temperature", "seed", "skip_before"),
-    *("stream_reduce", "stream_index"),
-}
-"""Fields that are arguments of `generate_with_lens`."""
-
 MOST_ERRORS = 16
 """Errors of one body that a response lists."""
 
@@ -95,9 +89,6 @@ class _Route(APIRoute):
 
 router = APIRouter(route_class=_Route)
 
-_ROOM = Room()
-"""The room of all responses of this server."""
-
 
 def _model(request: Request) -> ServedModel:
     """The served model, made when it is first asked for."""
@@ -139,7 +130,7 @@ async def capture(request: Request, body: schema.Capture) -> Response:
     """Rows of a prompt, by address."""
     model = _model(request)
     rows = len(body.prompt_token_ids if body.rows is None else body.rows)
-    _ROOM.take(rows * len(body.points), model.d_model, "rows")
+    _room(request).take(rows * len(body.points), model.d_model, "rows")
     found = await model.capture(
         body.prompt_token_ids,
         body.points,
@@ -156,7 +147,7 @@ async def project(request: Request, body: schema.Project) -> Response:
     directions = await asyncio.to_thread(_directions, body)
     count = sum(len(one.vectors) for one in directions)
     check_directions(sum(one.vectors.numel() for one in directions))
-    _ROOM.take(len(body.prompt_token_ids), count, "prompt_token_ids")
+    _room(request).take(len(body.prompt_token_ids), count, "prompt_token_ids")
     values = await _model(request).project(
         body.prompt_token_ids, directions, steering_spec=body.steering
     )
@@ -179,7 +170,7 @@ def _directions(body: schema.Project) -> list[DirectionSet]:
 async def unembed_rows(request: Request, body: schema.UnembedRows) -> Response:
     """Rows of the unembedding."""
     model = _model(request)
-    _ROOM.take(len(body.token_ids), model.d_model, "token_ids")
+    _room(request).take(len(body.token_ids), model.d_model, "token_ids")
     rows = await model.unembed_rows(body.token_ids)
     return _tensors({"tensor": rows}, body.output_dtype)
 
@@ -191,7 +182,7 @@ async def decode_residuals(request: Request, body: schema.DecodeResiduals) -> Re
     rows = await asyncio.to_thread(decode_tensor, body.residuals)
     count = len(rows) if rows.dim() else 1
     size = model.config.model_config.get_vocab_size()
-    _ROOM.take(count, size, "residuals")
+    _room(request).take(count, size, "residuals")
     check_numbers(2 * count * min(body.top_k or 0, size), "top_k")
     if body.top_k is None:
         logits = await model.decode_residuals(rows)
@@ -249,8 +240,15 @@ async def lens(request: Request, body: schema.Lenses) -> Response:
     steps = model.generate_with_lens(
         body.prompt_token_ids,
         [LensSpec(one.layers, one.jacobian) for one in body.lenses],
+        point=body.point,
+        top_n=body.top_n,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        seed=body.seed,
+        skip_before=body.skip_before,
+        stream_reduce=body.stream_reduce,
+        stream_index=body.stream_index,
         steering_spec=body.steering,
-        **body.model_dump(include=OF_A_LENS),
     )
     # Each step is written on a thread, so that other requests have a turn between two.
     lines = _opened(
@@ -274,6 +272,15 @@ def _tensors(value: Answer, dtype: str) -> Response:
     """The response with tensors, which is encoded as its client reads it."""
     pieces = made_on_threads(encoded_pieces(value, dtype))
     return StreamingResponse(pieces, media_type="application/json")
+
+
+def _room(request: Request) -> Room:
+    """The room of all responses of this server."""
+    state = request.app.state
+    if "interp_engine_room" not in state._state:
+        state.interp_engine_room = Room()
+    room: Room = state.interp_engine_room
+    return room
 
 
 async def _opened(lines: Any) -> Lines:
