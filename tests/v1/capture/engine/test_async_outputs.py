@@ -16,6 +16,7 @@ from tests.support.hf_reference import Reference, relative_error
 from tests.support.models import llama
 from vllm import RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -186,3 +187,20 @@ def test_the_example_prints_rows_as_they_come(
     rows = re.findall(r"^ *(\d+)  .+ (\d+\.\d\d) +(\d+\.\d\d)$", printed, re.M)
     positions = [int(position) for position, _, _ in rows]
     assert positions == list(range(len(rows))) and len(rows) > 20
+
+
+def test_a_session_whose_prompt_comes_in_parts_is_refused(served: Served) -> None:
+    # At a position that streaming input could not have; the error must be another one.
+    asked = asking(DELTA, [50])
+
+    async def parts() -> AsyncIterator[StreamingInput]:
+        yield StreamingInput(prompt={"prompt_token_ids": prompt(5)})  # type: ignore[typeddict-item]
+
+    async def collect() -> None:
+        async for _ in served.engine.generate(parts(), asked, "session"):  # type: ignore[arg-type]
+            raise AssertionError("the session was let in")
+
+    with pytest.raises(ValueError, match="streaming input.*the whole prompt") as caught:
+        served.loop.run_until_complete(collect())
+    assert caught.value.parameter == "capture"  # type: ignore[attr-defined]
+    assert "inline" in caught.value.value  # type: ignore[attr-defined]
