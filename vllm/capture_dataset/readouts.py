@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from vllm.capture_dataset.spec import RowsSpec
 from vllm.v1.capture.errors import fail
-from vllm.v1.readouts.results import Array, ReadoutResult
+from vllm.v1.readouts.results import ReadoutResult
+from vllm.v1.residual.readout_plan import Array
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.readouts.core.firing import kept_spans
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
-from vllm.v1.readouts.results import Array, ReadoutResult, concatenated
+from vllm.v1.readouts.results import ReadoutResult, concatenated
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     NEVER_AFTER,
+    Array,
     Readout,
     ReadoutPart,
     ReadoutPlan,

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, model_serializer
 
-from vllm.v1.readouts.results import Array, ReadoutResult
+from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.residual.choices import by_choice
+from vllm.v1.residual.readout_plan import Array
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
