@@ -8,7 +8,8 @@ work without a model: requests decode one token per step, rows of a 1B-class mod
 layers of width 2048, bfloat16) are captured at `post_block`, and the consumer
 `host_memory` receives them. The requests either start and end together, or come and go
 as on a server: every few steps one of them ends, two steps later the front end reports
-its end, and another one starts.
+its end, and another one starts. Kept around tokens, where none fires, rows are held on
+the device and dropped there (`vllm/v1/capture/dispatch/held_rows.py`).
 
 Figures are microseconds per step, as the median and range over the rounds, of CPU time:
 of the engine thread, which delays the step; of all threads, which run concurrently but
@@ -50,6 +51,8 @@ LAYERS_OF = {
     "one layer": range(8, 9),
     "all layers": range(LAYERS),
 }
+WINDOW = 8
+"""With `keep_when`, rows of so many tokens before and after one that fires are kept."""
 
 
 class Traffic(Protocol):
@@ -66,11 +69,13 @@ class Traffic(Protocol):
 class Together:
     """Requests that start and end with the round."""
 
-    def __init__(self, layers: range, requests: int, steps: int) -> None:
+    def __init__(
+        self, layers: range, requests: int, steps: int, window: int = 0
+    ) -> None:
         """Requests that generate this many tokens, captured at `layers`."""
         self.worker = worker()
         self._taps = taps_of(layers)
-        self._requests, self.steps = requests, steps
+        self._requests, self.steps, self._window = requests, steps, window
         self._begun = 0
 
     def run(self) -> float:
@@ -78,7 +83,7 @@ class Together:
         begin = time.thread_time()
         ids = [f"r{self._begun + number}" for number in range(self._requests)]
         self._begun += self._requests
-        self.worker.open(ids, PROMPT, self._taps, (PROMPT, OPEN_END))
+        self.worker.open(ids, PROMPT, self._taps, (PROMPT, OPEN_END), self._window)
         seconds = time.thread_time() - begin
         for step in range(self.steps):
             view = view_of(ids, PROMPT + step, 1)
@@ -212,6 +217,7 @@ def main() -> None:
     for name, layers in LAYERS_OF.items():
         cases[name] = Together(layers, *size)
         cases[f"{name}, coming and going"] = ComingAndGoing(layers, *size)
+    cases["all layers, kept around tokens"] = Together(range(LAYERS), *size, WINDOW)
     gc.collect()
     gc.freeze()  # As an engine does after its start.
     copies = CopyClock()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from vllm.config.capture import CaptureConfig, parse_consumer
 from vllm.v1.capture.transport.zmq_channel import Inbox, ResultMessage
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, Reader, TapGroup
+from vllm.v1.residual.readout_plan import KeepWhen, ReadoutPlan, StopWhen
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Tap
 
@@ -55,6 +57,7 @@ class WorkerAlone:
                 tensor_parallel_size=1,
                 pipeline_parallel_size=1,
             ),
+            speculative_config=None,
             use_v2_model_runner=False,
         )
         self._answers: list[ResultMessage] = []
@@ -73,12 +76,25 @@ class WorkerAlone:
         prompt: int,
         taps: Sequence[Tap],
         positions: tuple[int, int],
+        window: int = 0,
     ) -> None:
-        """Start requests that capture the positions `[first, last)`."""
+        """Start requests that capture the positions `[first, last)`.
+
+        With a `window` they keep so many rows around tokens that fire; none does.
+        """
         ranges = (positions,)
         group = TapGroup(tuple(taps), ranges, (Reader(self._instance, ranges),))
+        readouts = None
+        if window:
+            rule, around = StopWhen("value", 0.0), (window, window)
+            keep = KeepWhen(self._instance, rule, "token", *around)
+            readouts = ReadoutPlan((), keep_when=(keep,))
+            # Values are known as soon as they are asked for.
+            self._worker.readouts = Mock(counters={}, tell=lambda told: told(()))
         for req_id in ids:
-            plan = CapturePlan(req_id, prompt, (group,), self._inbox.address)
+            plan = CapturePlan(
+                req_id, prompt, (group,), self._inbox.address, readouts=readouts
+            )
             self._worker.add_request(req_id, plan, list(range(prompt)), {})
 
     def step(
@@ -117,7 +133,15 @@ class WorkerAlone:
         tokens, address = list(range(generated)), self._inbox.address
         self._worker.end_requests(
             [
-                CaptureEnd(req_id, address, tokens, 0, "length", [self._instance])
+                CaptureEnd(
+                    req_id,
+                    address,
+                    tokens,
+                    0,
+                    "length",
+                    [self._instance],
+                    kept={self._instance: ()},
+                )
                 for req_id in ids
             ]
         )

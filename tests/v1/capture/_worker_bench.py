@@ -3,7 +3,7 @@
 
 import queue
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from vllm.v1.capture.transport.zmq_channel import (
 from vllm.v1.capture.worker.worker import Stage, WorkerCapture
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
 from vllm.v1.residual.row_blocks import Block
+from vllm.v1.residual.spans import Spans
 from vllm.v1.residual.step_view import StepView
 
 TAPS = [(layer, hook) for layer in range(3) for hook in HOOKS]
@@ -90,6 +91,7 @@ class Bench:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
             model_config=SimpleNamespace(served_model_name="tiny", model="tiny"),
             parallel_config=SimpleNamespace(data_parallel_index=0),
+            speculative_config=None,
             use_v2_model_runner=False,
         )
         self.worker = WorkerCapture(
@@ -101,7 +103,11 @@ class Bench:
             torch.device("cpu"),
             Mock(counters={}),
         )
-        with_pages(self.worker._staging, page_every)
+        staging = self.worker._staging
+        # Apart from the device's, as on a GPU: what is not copied is not there.
+        num_rows = staging.ring.num_rows
+        staging.host_rows = torch.full((num_rows, WIDTH), torch.nan)
+        with_pages(staging, page_every)
         self._names = count()
         self.taps = {tap: ResidualTap(*self.worker.tensors(tap)) for tap in TAPS}
 
@@ -148,11 +154,12 @@ class Bench:
             self.taps[tap](stream, None)
         self.worker.end_step()
 
-    def end(self, name: str, life: Life) -> None:
+    def end(
+        self, name: str, life: Life, kept: Mapping[str, Spans] | None = None
+    ) -> None:
         tokens = list(range(life.counted))
-        self.worker.end_requests(
-            [CaptureEnd(name, self.inbox.address, tokens, 0, "abort", list("abc"))]
-        )
+        end = CaptureEnd(name, self.inbox.address, tokens, 0, "abort", list("abc"))
+        self.worker.end_requests([structs.replace(end, kept=dict(kept or {}))])
 
     def collect(self, requests: int) -> dict[Any, list[tuple[float, float]]]:
         """Rows by `(request, instance, tap)`, after all requests have ended."""

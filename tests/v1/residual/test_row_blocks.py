@@ -13,8 +13,8 @@ from vllm.v1.capture.staging.slot_mapping import assign_slots, no_slots
 from vllm.v1.residual.row_blocks import (
     MOST_EMPTY,
     Block,
+    BlockKey,
     BlockRows,
-    Columns,
     Pick,
     local_groups,
     pick_rows,
@@ -45,7 +45,7 @@ def steps(draw: st.DrawFn) -> tuple[StepView, dict[str, dict]]:
 
 def blocks_of(view: StepView, groups: dict[str, Any]) -> tuple[Block, ...]:
     """The blocks of a step in which no request has a row index."""
-    picked: defaultdict[tuple[int, ...], list[Pick]] = defaultdict(list)
+    picked: defaultdict[BlockKey, list[Pick]] = defaultdict(list)
     for req_id, start, count, row in zip(
         view.req_ids,
         view.num_computed.tolist(),
@@ -127,6 +127,7 @@ def test_a_step_goes_on_if_it_has_the_next_token_of_each_request(
 
 
 COLUMNS = (0, 1)
+KEY = COLUMNS, False
 MANY = 1000
 
 
@@ -134,15 +135,15 @@ def change(
     block_rows: BlockRows,
     names: list[str],
     before: list[str],
-    columns: Columns = COLUMNS,
-    picked: dict[Columns, list[Pick]] | None = None,
+    key: BlockKey = KEY,
+    picked: dict[BlockKey, list[Pick]] | None = None,
 ) -> tuple[Block, ...]:
     """Change from one step's requests to another's, adding new ones in order."""
     block_rows.unshare()
     for name in set(before) - set(names):
         block_rows.free_all(name)
     for name in names:
-        block_rows.take(columns, name, 0, 7)
+        block_rows.take(key, name, 0, 7)
     return block_rows.blocks(picked or {})
 
 
@@ -202,7 +203,7 @@ def test_a_request_that_recomputes_a_token_keeps_its_place() -> None:
     block_rows = BlockRows(MANY)
     (before,) = change(block_rows, ["a", "b"], [])
     block_rows.unshare()
-    block_rows.take(COLUMNS, "b", 0, 3)  # One of its tokens is recomputed.
+    block_rows.take(KEY, "b", 0, 3)  # One of its tokens is recomputed.
     (after,) = block_rows.blocks({})
     assert after.decoding["a"] is before.decoding["a"]
     assert after.decoding["b"] is not before.decoding["b"]
@@ -214,7 +215,7 @@ def test_rows_of_prompts_follow_those_of_decoding_requests() -> None:
     change(block_rows, ["a", "b", "c"], [])
     chunks: list[Pick] = [("p", 0, 0, 5, 3), ("q", 0, 4, 2, 8)]
     names = ["a", "b", "c"]
-    (block,) = change(block_rows, ["c", "a"], names, picked={COLUMNS: chunks})
+    (block,) = change(block_rows, ["c", "a"], names, picked={KEY: chunks})
     assert places_in(block) == {"a": 0, "c": 2}
     assert (list(block.offsets), block.num_rows) == ([3, 8], 10)
     # After it, every request has its former index.

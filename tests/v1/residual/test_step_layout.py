@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.staging.slot_mapping import slots_of
-from vllm.v1.residual.row_blocks import LocalGroup, pick_rows
+from vllm.v1.residual.row_blocks import LocalGroup, pick_rows, rows_of
 from vllm.v1.residual.spans import OPEN_END, Spans, contains, spans_of
 from vllm.v1.residual.step_layout import PlacedStep, StepLayout, steps_alike
 from vllm.v1.residual.step_view import StepView
@@ -37,7 +37,9 @@ def some_groups(draw: st.DrawFn) -> tuple[LocalGroup, ...]:
         left -= columns
         taps = tuple((column, "post_block") for column in sorted(columns))
         ranges = draw(some_ranges())
-        groups.append(LocalGroup(taps, tuple(sorted(columns)), ranges, ()))
+        held = draw(st.booleans())
+        local = LocalGroup(taps, tuple(sorted(columns)), ranges, (), held=held)
+        groups.append(local)
     return tuple(groups)
 
 
@@ -51,10 +53,11 @@ def described(placed: PlacedStep | None) -> Described | None:
     layout = placed.layout
     picks: set[tuple[object, ...]] = set()
     for block in layout.blocks:
-        picks |= {(block.columns, *pick) for pick in block.picks}
+        key = block.columns, block.held
+        picks |= {(key, *pick) for pick in block.picks}
         for req_id, block_row in block.decoding.items():
             start, row = block_row.origin + placed.shift, layout.row_of[req_id]
-            picks.add((block.columns, req_id, block_row.group, start, 1, row))
+            picks.add((key, req_id, block_row.group, start, 1, row))
     return picks, layout.launches
 
 
@@ -72,7 +75,7 @@ def anew(view: StepView, groups: dict[str, tuple[LocalGroup, ...]]) -> Described
     ):
         for place, pick in pick_rows(req_id, groups.get(req_id, ()), start, count, row):
             picks.add((place, *pick))
-            columns.update(place)
+            columns.update(place[0])
     return (picks, frozenset(columns)) if picks else None
 
 
@@ -100,6 +103,10 @@ def check_slots(placed: PlacedStep, num_rows: int) -> None:
     used = slots[slots >= 0].tolist()
     assert len(set(used)) == len(used)
     assert layout.num_rows == base <= max(MOST_ROWS, len(used))
+    sent = list(layout.sent)
+    assert sent == list(layout.blocks[: len(sent)]), "held ones are the last"
+    assert rows_of(sent) == layout.num_rows - layout.num_held
+    assert all(block.held for block in layout.blocks[len(sent) :])
     part = layout.columns
     assert slots_of(layout, part, num_rows).tolist() == slots[part].tolist()
     assert (np.delete(slots, part, axis=0) == -1).all()

@@ -140,6 +140,12 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         return frozenset(keep.instance for keep in keeps)
 
     @property
+    def keeping_tokens(self) -> frozenset[str]:
+        """Those of them that keep rows around tokens, not all rows of the request."""
+        keeps = () if self.readouts is None else self.readouts.keep_when
+        return frozenset(keep.instance for keep in keeps if keep.scope == "token")
+
+    @property
     def row_lanes(self) -> tuple[str, ...]:
         """Names of all readers that rows are delivered to (not `READOUTS`), sorted."""
         readers = {reader.instance for g in self.groups for reader in g.readers}

@@ -189,6 +189,10 @@ class KeepWhen(msgspec.Struct, frozen=True, array_like=True):
     after: int = 0
 
 
+Fired: TypeAlias = Sequence[tuple[str, int, int]]
+"""Requests of a step, and the positions `[start, stop)` that their rules keep."""
+
+
 class ReadoutReader(msgspec.Struct, frozen=True, array_like=True):
     """A consumer instance that takes results of readouts, besides any rows."""
 

@@ -22,7 +22,10 @@ from vllm.v1.residual.spans import Spans, overlap
 from vllm.v1.residual.tap import Tap
 
 Columns: TypeAlias = tuple[int, ...]
-"""Indices of taps among those of this process; they identify a block."""
+"""Indices of taps among those of this process."""
+
+BlockKey: TypeAlias = tuple[Columns, bool]
+"""What identifies a block: its columns, and whether its rows are held."""
 
 MOST_EMPTY = 8
 """Row indices are compacted if more than this many, and a quarter, are free."""
@@ -40,25 +43,37 @@ class LocalGroup:
     """The readers that rows are delivered to; empty if only readouts use the rows."""
     width: int = 0
     """Numbers per row, if other than in the stream."""
+    held: bool = False
+    """Whether rows stay on the device until it is known which of them are kept."""
+
+    @property
+    def block(self) -> BlockKey:
+        """The block that has its rows."""
+        return self.columns, self.held
 
 
 def local_groups(
-    plan: CapturePlan, columns: Mapping[Tap, int]
+    plan: CapturePlan, columns: Mapping[Tap, int], may_hold: bool = False
 ) -> tuple[LocalGroup, ...]:
     """The groups of `plan`, reduced to the taps in `columns`; empty ones are dropped.
 
     Args:
         plan: of a request.
         columns: index of each tap among the taps of this process.
+        may_hold: whether rows that all readers keep around tokens only are held.
 
     """
     groups = []
+    holding = plan.keeping_tokens if may_hold else frozenset()
     for group in plan.groups:
         taps = tuple(tap for tap in group.taps if tap in columns)
         if taps:
             where = tuple(columns[tap] for tap in taps)
             readers = tuple(r for r in group.readers if r.instance != READOUTS)
-            groups.append(LocalGroup(taps, where, group.ranges, readers, group.width))
+            held = bool(readers) and holding.issuperset(r.instance for r in readers)
+            groups.append(
+                LocalGroup(taps, where, group.ranges, readers, group.width, held)
+            )
     return tuple(groups)
 
 
@@ -103,6 +118,8 @@ class Block(NamedTuple):
     """Staging rows that a row takes."""
     width: int = 0
     """Numbers per row, if other than in the stream."""
+    held: bool = False
+    """As of its groups."""
 
     @property
     def num_staged(self) -> int:
@@ -112,7 +129,7 @@ class Block(NamedTuple):
 
 def pick_rows(
     req_id: str, groups: Sequence[LocalGroup], start: int, count: int, row: int
-) -> Iterator[tuple[Columns, Pick]]:
+) -> Iterator[tuple[BlockKey, Pick]]:
     """Select the captured rows of a request that has several tokens in a step.
 
     Args:
@@ -123,13 +140,13 @@ def pick_rows(
         row: index of its first token in the step's tensors.
 
     Yields:
-        The columns that identify the block, and the pick.
+        What identifies the block, and the pick.
 
     """
     for number, group in enumerate(groups):
         for first, last in overlap(group.ranges, start, start + count):
             pick = req_id, number, first, last - first, row + first - start
-            yield group.columns, pick
+            yield group.block, pick
 
 
 def rows_of(blocks: Sequence[Block]) -> int:
@@ -201,40 +218,43 @@ class BlockRows:
         """
         self._most_rows = most_rows
         self._widths = widths or {}
-        self._indices: dict[Columns, RowIndices] = {}
+        self._indices: dict[BlockKey, RowIndices] = {}
 
     def unshare(self) -> None:
         """Copy the indices before they change: blocks of earlier steps share them."""
         for indices in self._indices.values():
             indices.of = indices.of.copy()
 
-    def take(self, columns: Columns, req_id: str, group: int, origin: int) -> None:
+    def take(self, key: BlockKey, req_id: str, group: int, origin: int) -> None:
         """Assign a row of the block to a request.
 
         Args:
-            columns: identify the block.
+            key: of the block.
             req_id: the request.
             group: index among the request's local groups.
             origin: see `BlockRow`.
 
         """
-        indices = self._indices.get(columns)
+        indices = self._indices.get(key)
         if indices is None:
-            indices = self._indices[columns] = RowIndices()
+            indices = self._indices[key] = RowIndices()
         indices.take(req_id, group, origin)
 
-    def free(self, columns: Columns, req_id: str) -> None:
+    def free(self, key: BlockKey, req_id: str) -> None:
         """Free the request's row of the block."""
-        if columns in self._indices:
-            self._indices[columns].free(req_id)
+        if key in self._indices:
+            self._indices[key].free(req_id)
 
     def free_all(self, req_id: str) -> None:
         """Free the request's rows of all blocks."""
         for indices in self._indices.values():
             indices.free(req_id)
 
-    def blocks(self, picked: Mapping[Columns, Sequence[Pick]]) -> tuple[Block, ...]:
-        """The blocks of a step, each with decoding requests first, then its picks."""
+    def blocks(self, picked: Mapping[BlockKey, Sequence[Pick]]) -> tuple[Block, ...]:
+        """The blocks of a step, each with decoding requests first, then its picks.
+
+        Those whose rows are held are the last ones.
+        """
         for indices in self._indices.values():
             if indices.is_sparse:
                 indices.compact()
@@ -245,21 +265,21 @@ class BlockRows:
             blocks = self._blocks(picked)
         return blocks
 
-    def _blocks(self, picked: Mapping[Columns, Sequence[Pick]]) -> tuple[Block, ...]:
+    def _blocks(self, picked: Mapping[BlockKey, Sequence[Pick]]) -> tuple[Block, ...]:
         # Drop blocks without a decoding request.
         self._indices = {
-            c: indices for c, indices in self._indices.items() if indices.of
+            key: indices for key, indices in self._indices.items() if indices.of
         }
         blocks = [
-            block(columns, indices, picked.get(columns, ()))
-            for columns, indices in self._indices.items()
+            block(key, indices, picked.get(key, ()))
+            for key, indices in self._indices.items()
         ]
-        for columns, picks in picked.items():
-            if columns not in self._indices:
-                blocks.append(block(columns, NO_INDICES, picks))
+        for key, picks in picked.items():
+            if key not in self._indices:
+                blocks.append(block(key, NO_INDICES, picks))
         if self._widths:
             blocks = [self._sized(one) for one in blocks]
-        return tuple(blocks)
+        return tuple(sorted(blocks, key=lambda one: one.held))
 
     def _sized(self, block: Block) -> Block:
         each, width = self._widths.get(block.columns[0], (1, 0))
@@ -269,9 +289,8 @@ class BlockRows:
 NO_INDICES = RowIndices()
 
 
-def block(columns: Columns, indices: RowIndices, picks: Sequence[Pick]) -> Block:
+def block(key: BlockKey, indices: RowIndices, picks: Sequence[Pick]) -> Block:
     """A block with the rows of decoding requests, followed by the picks."""
-    if not picks:
-        return Block(columns, indices.of, (), (), indices.number)
+    columns, held = key
     *offsets, end = accumulate([pick[3] for pick in picks], initial=indices.number)
-    return Block(columns, indices.of, picks, offsets, end)
+    return Block(columns, indices.of, picks, offsets, end, held=held)

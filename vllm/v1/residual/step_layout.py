@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from vllm.v1.residual.row_blocks import (
     Block,
+    BlockKey,
     BlockRows,
-    Columns,
     LocalGroup,
     Pick,
     pick_rows,
@@ -48,6 +48,15 @@ class Layout:
 
     If the sizes of the blocks differ, any may.
     """
+    num_held: int = 0
+    """Staging rows, the last ones, that stay on the device until they are settled."""
+
+    @property
+    def sent(self) -> Sequence[Block]:
+        """The blocks whose rows are copied to the host."""
+        if not self.num_held:
+            return self.blocks
+        return [block for block in self.blocks if not block.held]
 
 
 class PlacedStep(NamedTuple):
@@ -210,7 +219,7 @@ class BatchLayout:
 
     def _assign_rows(
         self, view: StepView
-    ) -> tuple[dict[str, int], dict[Columns, list[Pick]], set[str]]:
+    ) -> tuple[dict[str, int], dict[BlockKey, list[Pick]], set[str]]:
         """Assign row indices to requests with one token, and pick the rows of others.
 
         Returns:
@@ -224,13 +233,13 @@ class BatchLayout:
         counts = view.num_scheduled.tolist()
         row_of = dict(zip(view.req_ids, accumulate(counts, initial=0)))
         origins = dict(zip(view.req_ids, (view.num_computed - step).tolist()))
-        picked: defaultdict[Columns, list[Pick]] = defaultdict(list)
+        picked: defaultdict[BlockKey, list[Pick]] = defaultdict(list)
         for req_id, count in zip(view.req_ids, counts):
             if count != 1:
                 start, row = origins.pop(req_id) + step, row_of.pop(req_id)
                 groups = self._groups.get(req_id, ())
-                for columns, pick in pick_rows(req_id, groups, start, count, row):
-                    picked[columns].append(pick)
+                for key, pick in pick_rows(req_id, groups, start, count, row):
+                    picked[key].append(pick)
         new = [one for one in origins.items() if before.get(one[0]) != one[1]]
         left = before.keys() - origins.keys()
         self._update_rows(left, new)
@@ -254,9 +263,9 @@ class BatchLayout:
                 continue
             for number, group in enumerate(groups):
                 if contains(group.ranges, position):
-                    block_rows.take(group.columns, req_id, number, origin)
+                    block_rows.take(group.block, req_id, number, origin)
                 else:
-                    block_rows.free(group.columns, req_id)
+                    block_rows.free(group.block, req_id)
             changes = step + 1 + steps_alike(groups, position)
             self._until = min(self._until, changes)
 
@@ -285,6 +294,7 @@ class BatchLayout:
             sum(view.num_scheduled.tolist()),
             self._number,
             changed,
+            rows_of([block for block in blocks if block.held]),
         )
 
 

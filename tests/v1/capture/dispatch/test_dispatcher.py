@@ -311,7 +311,7 @@ class HeardThread:
         self.calls: list[Any] = []
 
     def put(self, sent: Any, work: Any) -> None:
-        for steps, _ in sent:
+        for steps, *_ in sent:
             self._segments += [step.segment for step in steps]
             self.calls.append(len(steps))
         work()
@@ -339,7 +339,8 @@ class Sending:
         self, rows: int = 1, at_once: set[str] | None = None, true: Any = None
     ) -> None:
         segment = self.dispatcher.reserve(rows)
-        layout = SimpleNamespace(blocks=(SimpleNamespace(decoding=self._decoding),))
+        blocks = (SimpleNamespace(decoding=self._decoding),)
+        layout = SimpleNamespace(blocks=blocks, sent=blocks, num_held=0)
         placed: Any = SimpleNamespace(layout=layout, shift=self._number)
         step = StagedStep(self._number, placed, segment, true)
         self._number += 1

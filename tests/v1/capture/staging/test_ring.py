@@ -86,7 +86,7 @@ def test_on_a_cpu_the_host_rows_are_the_device_rows() -> None:
     assert staging.rows.dtype == torch.bfloat16
     segment = staging.ring.reserve(4)
     assert segment is not None
-    assert staging.to_host(segment) is None
+    assert staging.to_host([segment]) is None
 
 
 @given(

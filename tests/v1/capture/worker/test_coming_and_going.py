@@ -2,9 +2,10 @@
 """Requests start and end while others continue, with different readers."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
@@ -16,12 +17,15 @@ from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for, positions, wanted
 from tests.v1.capture._worker_bench import TAPS, Bench
 from vllm.v1.capture.dispatch import dispatcher
+from vllm.v1.capture.transport.zmq_channel import EndMessage
 from vllm.v1.residual.capture_plan import READOUTS, CapturePlan, group_taps
-from vllm.v1.residual.spans import OPEN_END, Spans
+from vllm.v1.residual.readout_plan import KeepWhen, ReadoutPlan, StopWhen
+from vllm.v1.residual.spans import OPEN_END, Spans, contains, merged
 from vllm.v1.residual.tap import Tap
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 LAG = 2
+EVERYTHING = ((0, OPEN_END),)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,10 @@ class Visit:
     want: dict[str, dict[Tap, Spans]]
     stays: int
     """Number of other steps before its end is known."""
+    keeps: dict[str, KeepWhen]
+    """The rules of instances that keep some rows only."""
+    fires: set[int]
+    """The positions at which these fire."""
     name: str = ""
 
     def plan(self, drafts: bool) -> CapturePlan:
@@ -47,13 +55,34 @@ class Visit:
         # Without consumers it is only read.
         want = self.want or {READOUTS: dict.fromkeys(TAPS, ((0, OPEN_END),))}
         groups = group_taps(want, prompt, LAG if drafts else 0)
-        return msgspec.structs.replace(plan_for(want, prompt), groups=groups)
+        rules = ReadoutPlan((), keep_when=tuple(self.keeps.values()))
+        plan = msgspec.structs.replace(plan_for(want, prompt), groups=groups)
+        return msgspec.structs.replace(plan, readouts=rules) if self.keeps else plan
+
+    def kept(self) -> dict[str, Spans]:
+        """What its front end says at its end."""
+        until = min(self.life.stop, self.life.computed)
+        fired = [p for p in sorted(self.fires) if p < until]
+        return {name: kept_by(keep, fired) for name, keep in self.keeps.items()}
+
+    def told(self, step: Step) -> list[tuple[str, int, int]]:
+        """What is told after one of its steps."""
+        own = [p for p in self.fires if 0 <= p - step.start < len(step.values)]
+        return [
+            (self.name, *span)
+            for position in own
+            for keep in self.keeps.values()
+            for span in kept_by(keep, [position])
+        ]
 
     def check(self, found: dict[Any, list[tuple[float, float]]]) -> None:
         for instance, taps in self.want.items():
             for tap, ranges in taps.items():
                 rows = found.pop((self.name, instance, tap), [])
                 kept = standing(self.life, positions(ranges, self.life.stop))
+                if instance in self.keeps:
+                    spans = self.kept()[instance]
+                    kept = [p for p in kept if contains(spans, p)]
                 expected = [(float(p), float(TAPS.index(tap))) for p in kept]
                 if instance == "c":  # It gets invalid rows too, after the valid ones.
                     rows = rows[: len(expected)]
@@ -61,6 +90,25 @@ class Visit:
                     assert rows == expected
                 else:  # Aborted during recomputation: held rows are lost.
                     assert rows == [row for row in expected if row in rows]
+
+
+def kept_by(keep: KeepWhen, fired: list[int]) -> Spans:
+    """What a rule keeps if it fires at these positions."""
+    if keep.scope == "request":
+        return ((0, OPEN_END),) if fired else ()
+    return merged((max(p - keep.before, 0), p + keep.after + 1) for p in fired)
+
+
+@st.composite
+def kept(draw: st.DrawFn, instances: Collection[str]) -> dict[str, KeepWhen]:
+    """Rules of some instances that do not take rows at once."""
+    found = {}
+    for name in sorted(draw(st.sets(st.sampled_from("ab"))) & {*instances}):
+        scope = draw(st.sampled_from(["token", "token", "request"]))
+        window = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+        window = window if scope == "token" else (0, 0)
+        found[name] = KeepWhen(name, StopWhen("r", 0.0), scope, *window)
+    return found
 
 
 @dataclass(frozen=True)
@@ -71,10 +119,14 @@ class Event:
     batch: list[tuple[Visit, Step, int]]
     """The step of each request, and the offset of its assumed positions."""
     go: list[Visit]
+    late: int
+    """Number of events before the step's values are known."""
+    sleeps: bool
+    """Whether rows must leave the device before the next event."""
 
 
 @st.composite
-def traffic(draw: st.DrawFn, drafts: bool) -> list[Event]:
+def traffic(draw: st.DrawFn, drafts: bool, held: bool) -> list[Event]:
     """Up to three concurrent requests, from first steps to late ends.
 
     Everything is drawn before it is run, because hypothesis may stop in between.
@@ -84,7 +136,14 @@ def traffic(draw: st.DrawFn, drafts: bool) -> list[Event]:
     for life in draw(st.lists(lives() | lives(0), min_size=2, max_size=8)):
         want = draw(wanted(life.num_prompt_tokens, life.stop + 2))
         want = {who: taps for who, taps in want.items() if who in instances}
-        coming.append(Visit(life, want, draw(st.integers(0, 2))))
+        keeps = {} if drafts else draw(kept(want))
+        if held:  # Many rows around many tokens.
+            taps = draw(st.sets(st.sampled_from(TAPS), min_size=1, max_size=3))
+            want = {"a": dict.fromkeys(sorted(taps), EVERYTHING)}
+            window = draw(st.tuples(st.integers(0, 2), st.integers(0, 1)))
+            keeps = {"a": KeepWhen("a", StopWhen("r", 0.0), "token", *window)}
+        fires = draw(st.sets(st.integers(0, 20))) if keeps else set()
+        coming.append(Visit(life, want, draw(st.integers(0, 2)), keeps, fires))
     here: list[tuple[Visit, list[Step]]] = []
     events: list[Event] = []
     while coming or here:
@@ -101,19 +160,30 @@ def traffic(draw: st.DrawFn, drafts: bool) -> list[Event]:
         for visit, steps in here:
             visit.stays -= not steps
         here = [(visit, steps) for visit, steps in here if visit not in going]
-        events.append(Event(come, batch, going))
+        late, sleeps = draw(st.integers(0, 3)), draw(st.integers(0, 5)) == 0
+        events.append(Event(come, batch, going, late, sleeps))
     return events
 
 
-@given(st.data(), st.booleans(), st.sampled_from([3, 128]))
+Tell: TypeAlias = tuple[Callable[[Any], None], Any]
+
+
+def remember(told: list[Tell], said: Any, tell: Callable[[Any], None]) -> None:
+    told.append((tell, said))
+
+
+@pytest.mark.parametrize("kind", ["any", "drafts", "held"])
+@given(st.data(), st.sampled_from([3, 128]))
 def test_requests_that_come_and_go_get_their_rows(
-    bench: Bench, data: st.DataObject, drafts: bool, steps_at_once: int
+    bench: Bench, kind: str, data: st.DataObject, steps_at_once: int
 ) -> None:
-    events = data.draw(traffic(drafts))
+    drafts = kind == "drafts"
+    events = data.draw(traffic(drafts, kind == "held"))
+    tells: dict[int, list[Tell]] = {}
     visits = [visit for event in events for visit in event.come]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatcher, "STEPS_AT_ONCE", steps_at_once)
-        for event in events:
+        for number, event in enumerate(events):
             for visit in event.come:
                 visit.name = bench.new_name()
                 bench.open(visit.name, visit.plan(drafts))
@@ -122,11 +192,21 @@ def test_requests_that_come_and_go_get_their_rows(
                 steps = [
                     (v.name, step.start, step.values) for v, step, _ in event.batch
                 ]
+                said = [one for v, step, _ in event.batch for one in v.told(step)]
+                told = tells.setdefault(number + event.late, [])
+                readouts: Any = bench.worker.readouts
+                readouts.tell = partial(remember, told, said)
                 bench.step(steps, ahead)
             bench.worker.end_reading([visit.name for visit in event.go])
             for visit in event.go:
                 if visit.want:
-                    bench.end(visit.name, visit.life)
+                    bench.end(visit.name, visit.life, visit.kept())
+            for tell, said in tells.pop(number, []):
+                tell(said)
+            if event.sleeps:
+                bench.worker.send()
+        for tell, said in itertools.chain(*tells.values()):
+            tell(said)
     found = bench.collect(sum(len(visit.want) for visit in visits))
     for visit in visits:
         visit.check(found)
@@ -170,6 +250,123 @@ def test_rows_that_are_wanted_at_once_do_not_hurry_those_of_others(
     bench.end(live, Life(1, (), 4, 3))
     assert bench.messages.get(timeout=WAIT).chunks[0].row_offset == 2
     assert bench.collect(1) == {}
+
+
+def keeping(fires: set[int], before: int, after: int, steps: int) -> Visit:
+    """A request of so many steps that keeps rows of all taps around some tokens."""
+    keep = KeepWhen("a", StopWhen("r", 0.0), "token", before, after)
+    each = tuple(Step(position, (float(position),)) for position in range(steps))
+    life, want = Life(1, each, steps, steps), {"a": dict.fromkeys(TAPS, EVERYTHING)}
+    return Visit(life, want, 0, {"a": keep}, fires)
+
+
+def test_rows_around_which_nothing_fires_stay_on_the_device() -> None:
+    bench, tells = Bench(page_every=10**9), []
+    staging: Any = bench.worker._staging
+    copied: list[int] = []
+    copy, pick = staging._copy, staging.pick_to_host
+
+    def note_copies(copies: Any, *rest: Any) -> Any:
+        copied.extend(one.host.shape[:2].numel() for one in copies)
+        return copy(copies, *rest)
+
+    def note_picks(picks: Any) -> Any:
+        copied.extend(len(rows) for rows, _ in picks)
+        return pick(picks)
+
+    staging._copy, staging.pick_to_host = note_copies, note_picks
+    readouts: Any = bench.worker.readouts
+    readouts.tell = tells.append
+    visits = [keeping({9}, 2, 1, 20), keeping(set(), 2, 1, 20)]
+    other, num_taps = bench.new_name(), len(TAPS)
+    for visit in visits:
+        visit.name = bench.new_name()
+        bench.open(visit.name, visit.plan(False))
+    bench.open(other, plan_for({"b": {TAPS[0]: EVERYTHING}}, 1))
+    for position in range(20):
+        names = [other, *(visit.name for visit in visits)]
+        bench.step([(name, position, (float(position),)) for name in names])
+        if position >= 2:
+            step = visits[0].life.steps[position - 2]
+            tells[position - 2](visits[0].told(step))
+    held = bench.worker._dispatcher.held
+    assert len(held._steps) < 6, "rows that are settled take no room"
+    for visit in visits:
+        bench.end(visit.name, visit.life, visit.kept())
+    bench.end(other, Life(1, (), 20, 19))
+    found = bench.collect(3)
+    assert [row[0] for row in found.pop((other, "b", TAPS[0]))] == list(range(20))
+    for tap in TAPS:
+        rows = found.pop((visits[0].name, "a", tap))
+        assert rows == [(float(p), float(TAPS.index(tap))) for p in (7, 8, 9, 10)]
+    assert not found and sum(copied) == 20 + 4 * num_taps
+    bench.close()
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_row_waits_for_as_many_tokens_as_its_rule_names(
+    bench: Bench, before: int, late: int
+) -> None:
+    """Whether all decode or one has a prompt, and wherever rows must leave."""
+    for with_prompt, leave in itertools.product((False, True), (*range(3, 9), 99)):
+        visit, other = keeping({7}, before, 0, 12), keeping({7}, 0, 0, 12)
+        for one in (visit, other):
+            one.name = bench.new_name()
+            bench.open(one.name, one.plan(False))
+        tells: list[Tell] = []
+        readouts: Any = bench.worker.readouts
+        for step in visit.life.steps:
+            readouts.tell = partial(remember, tells, visit.told(step))
+            batch = [(visit.name, step.start, step.values)]
+            if with_prompt:
+                batch.append((other.name, 2 * step.start, step.values * 2))
+            bench.step(batch)
+            if len(tells) > late:
+                tell, said = tells.pop(0)
+                tell(said)
+            if step.start == leave:
+                bench.worker.send()
+        bench.end(visit.name, visit.life, visit.kept())
+        bench.end(other.name, other.life, {"a": ()})
+        for tell, said in tells:
+            tell(said)
+        visit.check(found := bench.collect(2))
+        assert not found
+
+
+def test_what_was_dropped_before_a_readout_failed_is_said() -> None:
+    bench, visit = Bench(), keeping(set(), 0, 0, 12)
+    visit.name = bench.new_name()
+    bench.open(visit.name, visit.plan(False))
+    readouts: Any = bench.worker.readouts
+    for position in range(12):
+        failed = [(visit.name, 0, OPEN_END)] if position == 6 else []
+        readouts.tell = lambda tell, failed=failed: tell(failed)
+        bench.step([(visit.name, position, (float(position),))])
+    bench.end(visit.name, visit.life, {"a": EVERYTHING})
+    message = bench.messages.get(timeout=WAIT)
+    while not isinstance(message, EndMessage):
+        message = bench.messages.get(timeout=WAIT)
+    for end in message.ends:
+        assert end.sidecar["positions"] == list(range(6, 12))
+        assert "6 of 12 rows were not dropped" in end.sidecar["capture_note"]
+        assert "capture_error" not in end.sidecar
+    bench.close()
+
+
+def test_held_rows_leave_if_there_is_no_room_for_others() -> None:
+    bench = Bench()
+    steps = 3 * bench.worker._staging.ring.num_rows // len(TAPS)
+    visit = keeping({5, steps // 2, steps - 3}, 1, 1, steps)
+    visit.name = bench.new_name()
+    bench.open(visit.name, visit.plan(False))
+    for position in range(steps):  # Their values are never told.
+        bench.step([(visit.name, position, (float(position),))])
+    bench.end(visit.name, visit.life, visit.kept())
+    visit.check(found := bench.collect(1))
+    assert not found
+    bench.close()
 
 
 def test_the_engine_never_waits_for_room_that_only_waiting_rows_take() -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's results by request; its output is upstream's in all else."""
 
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Any
 from unittest.mock import Mock
 
 import msgspec
@@ -11,9 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.readouts.firing import kept_spans
+from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.readouts.worker.jobs import Entry, no_rows
 from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
-from vllm.v1.residual.readout_plan import Kind, Readout, ReadoutPart
+from vllm.v1.residual.readout_plan import (
+    KeepWhen,
+    Kind,
+    Readout,
+    ReadoutPart,
+    StopWhen,
+)
+from vllm.v1.residual.spans import OPEN_END, merged
 from vllm.v1.worker.step_additions import Additions, attach
 
 
@@ -90,3 +100,101 @@ def test_each_request_gets_the_values_of_its_rows(
                 assert part.arrays[name].dtype == expected.dtype
                 assert part.arrays[name].shape == expected.shape
                 assert (part.arrays[name] == expected).all()
+
+
+READ: dict[str, tuple[Kind, dict[str, Any], list[int]]] = {
+    "probe": ("probe", {}, [0, 2]),
+    "some features": ("sae", {"features": (4, 7)}, [4, 7]),
+    "top features": ("sae", {"top_k": 2}, [0, 1, 5]),
+    "norm": ("norm", {"alone": ((1, "post_block"), (2, "post_block"))}, [0, 1]),
+    "two layers": ("norm", {}, [0, 1]),
+    "lens": ("lens", {"tokens": (8, 9, 10)}, [0, 2, 4, 5]),
+    "custom": ("custom", {}, [0, 2, 9]),
+}
+"""Kind, options, and the indices that rules name, of which one may not exist."""
+
+
+def values_read(
+    kind: Kind, options: dict[str, Any], counts: list[int], staged: int
+) -> Any:
+    """Arrays of a job, of few numbers, so that some are equal to a bound."""
+    rows = sum(counts)
+    some = (torch.randint(0, 5, (rows, 3)) / 10).masked_fill(
+        torch.rand(rows, 3) < 0.1, torch.nan
+    )
+    if kind == "custom":
+        return {str(i): part for i, part in enumerate(some.split(counts))}
+    if kind in ("norm", "lens"):
+        values = torch.cat([some.reshape(-1)] * 3)
+        values = values[torch.randperm(len(values))]
+        if kind == "norm":
+            return {"norm": values[: rows * staged]}
+        # NaN would be an error.
+        logprobs = values[: rows * staged * 3].nan_to_num(0.1)
+        return {"token_logprobs": logprobs.reshape(-1, 3)}
+    if "top_k" in options:
+        features = torch.rand(rows, 6).argsort(1)[:, :2]
+        return {"features": features, "activations": some[:, :2].clone()}
+    return {"activations" if kind == "sae" else "values": some}
+
+
+@pytest.mark.parametrize("read", sorted(READ))
+@given(st.data())
+def test_rules_keep_in_a_step_what_they_keep_at_the_end(
+    read: str, data: st.DataObject
+) -> None:
+    kind, options, indices = READ[read]
+    layers = range(1, 3) if kind in ("norm", "lens") else range(1)
+    taps = tuple((layer, "post_block") for layer in layers)
+    readout = Readout("r", kind, taps, (), **options)
+    staged = len(readout.staged)
+    counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    firsts = [0, *(torch.tensor(counts).cumsum(0) * staged).tolist()]
+    entries = [
+        Entry(f"q{i}", readout, 7 * i, count, first, no_rows(count, staged))
+        for i, (count, first) in enumerate(zip(counts, firsts))
+    ]
+    bounds = st.sampled_from([0.0, 0.1, 0.2, 0.3])
+    rules = {
+        entry.req_id: [
+            KeepWhen("a", StopWhen("r", above, below, index), "token", before, after)
+            for above, below, index, before, after in data.draw(
+                st.lists(
+                    st.tuples(
+                        st.none() | bounds,
+                        st.none() | bounds,
+                        st.sampled_from(indices),
+                        st.integers(0, 3),
+                        st.integers(0, 3),
+                    ),
+                    max_size=2,
+                )
+            )
+        ]
+        for entry in entries
+    }
+    cached: dict[Any, Any] = {}
+    for shift in (3, 4):  # The second step uses what the first has kept.
+        arrays = values_read(kind, options, counts, staged)
+        told: list[Any] = []
+        pending = PendingReadouts(
+            [JobResult(entries, shift, arrays, kept=cached)],
+            {entry.req_id: entry.start for entry in entries},
+            shift,
+            rules=rules,
+            told=told.append,
+        )
+        parts = pending.collect()
+        (fired,) = told
+        for entry in entries:
+            found = parts.get(entry.req_id)
+            assert found is not None
+            (part,) = found.parts
+            part.unpack()
+            positions = list(range(part.start, part.start + part.count))
+            result = ReadoutResult("r", positions=positions, arrays=part.arrays)
+            spans = [kept_spans(keep, readout, result) for keep in rules[entry.req_id]]
+            own = [(start, stop) for req, start, stop in fired if req == entry.req_id]
+            assert merged(own) == merged(chain(*spans))
+        pending.failed("it failed")
+        assert set(told[1]) == {(req, 0, OPEN_END) for req, own in rules.items() if own}

@@ -10,15 +10,21 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending
+from vllm.v1.capture.dispatch.held_rows import HeldRows, Settled
 from vllm.v1.capture.dispatch.request import Answer, CapturedRequest, never_started
-from vllm.v1.capture.dispatch.step_buffer import ByGroup, StagedStep, StepBuffer
+from vllm.v1.capture.dispatch.step_buffer import (
+    ByGroup,
+    Found,
+    StagedStep,
+    StepBuffer,
+)
 from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.memory.buffer_pool import RowCopy, copy_rows
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
@@ -50,8 +56,18 @@ With a packet for each request, 64 that end at the same step with a row at 16 la
 take `filesystem` 1.9 ms of CPU time each instead of 1.1.
 """
 
-Arrival: TypeAlias = tuple[Sequence[StagedStep], "torch.cuda.Event | None"]
-"""Steps, and the event after which their rows are on the host; None if they are."""
+
+class Arrival(NamedTuple):
+    """What is being copied to the host."""
+
+    steps: Sequence[StagedStep]
+    copied: "torch.cuda.Event | None"
+    """The event after which the rows are on the host; None if they are."""
+    kept: Sequence[Found] = ()
+    """Rows of earlier steps, which were held."""
+    held_from: int | None = None
+    """The first step with rows that are held still; None if that has not changed."""
+
 
 Work: TypeAlias = Callable[[], object]
 """What the dispatch thread does after it has added steps."""
@@ -89,10 +105,14 @@ class Dispatcher:
         """Number of rows of these steps."""
         self._sent: list[Arrival] = []
         """Steps that go to the thread with its next work: it is woken only then."""
+        self.held = HeldRows(staging)
+        """The rows that are not sent with their steps."""
         self._steps = 0
         """Number of steps that were not handed on."""
         self._rows = 0
         """Number of rows of these steps."""
+        self._free_rows = 0
+        """Number of staging rows of steps that held rows, and do not any more."""
         self._is_due = False
         """Whether these steps are handed on when the next one begins."""
         row_bytes = staging.host_rows[:1].nbytes
@@ -106,13 +126,17 @@ class Dispatcher:
     def reserve(self, num_rows: int) -> Segment:
         """Reserve staging rows for a step that begins; blocks until there is room."""
         ring = self._staging.ring
+        if not self.held.is_empty:
+            self._add_settled(self.held.settle())
         if self._is_due:
             self.hand_on()
         elif self._unsent_rows >= self._send_rows:
             self.send()
         segment = ring.reserve(num_rows, timeout=0.0)
         if segment is None:
-            self.hand_on()  # Waiting steps occupy the ring and would not free it.
+            # Waiting steps occupy the ring and would not free it.
+            self._add_settled(self.held.settle(ring.in_the_way(num_rows)))
+            self.hand_on()
             segment = ring.reserve(num_rows)
         assert segment is not None
         return segment
@@ -128,12 +152,14 @@ class Dispatcher:
             parts: of the taps of a large step; see `Staging.to_pages`.
 
         """
+        if step.placed.layout.num_held:
+            self.held.add(step)
         if self._add_pages(step, parts):
             return
         self._unsent.append(step)
         self._steps += 1
-        self._unsent_rows += step.segment.num_rows
-        self._rows += step.segment.num_rows
+        self._unsent_rows += step.sent.num_rows
+        self._rows += step.sent.num_rows
         self._is_due = (
             self._is_due
             or step.true_starts is not None  # It cannot join a chain of steps.
@@ -147,13 +173,13 @@ class Dispatcher:
 
     def _add_pages(self, step: StagedStep, parts: Parts) -> bool:
         """Send a step of many rows alone, with the rows of prompts copied to pages."""
-        blocks = step.placed.layout.blocks
-        sent = self._staging.to_pages(step.segment, blocks, parts)
+        blocks = step.placed.layout.sent
+        sent = self._staging.to_pages(step.sent, blocks, parts)
         if sent is None:
             return False
         self.send()  # Keeps the order of steps.
         places, copied = sent
-        self._sent.append(([step._replace(places=places)], copied))
+        self._sent.append(Arrival([step._replace(places=places)], copied))
         self._steps += 1
         self.hand_on()
         return True
@@ -162,6 +188,7 @@ class Dispatcher:
         """Release the memory of a step that `add` has failed to send."""
         if any(step is one for one in self._unsent):
             return
+        self.held.forget(step)
         self.send()  # Memory is released in the order of steps.
         self._put(partial(self._thread.lose, [step]))
 
@@ -172,26 +199,44 @@ class Dispatcher:
         steps, self._unsent = self._unsent, []
         self._unsent_rows = 0
         try:
-            copied = self._staging.to_host([step.segment for step in steps])
+            copied = self._staging.to_host([step.sent for step in steps])
         except Exception:
             # Each request detects its missing rows at its end.
             logger.exception("The rows of %d steps could not be copied", len(steps))
             self._put(partial(self._thread.lose, steps))
         else:
-            self._sent.append((steps, copied))
+            self._sent.append(Arrival(steps, copied))
 
     def hand_on(self) -> None:
         """Have all rows distributed to their requests, which frees staging memory."""
-        if self._steps:
+        if self._steps or self._free_rows:
             self.send()
             self._put(self._thread.hand_on)
-            self._steps = self._rows = 0
+            self._steps = self._rows = self._free_rows = 0
             self._is_due = False
 
     def end(self, ends: Sequence[tuple[CaptureEnd, Answer]]) -> None:
         """End requests; all steps that computed their rows were added before."""
         self.send()
+        if not self.held.is_empty:
+            self._add_settled(self.held.end(end for end, _ in ends))
+            self._add_settled(self.held.settle())
         self._put(partial(self._thread.finish, ends))
+
+    def leave_device(self) -> None:
+        """Start to copy all rows that are on the device and may be kept."""
+        self._add_settled(self.held.settle(None))
+        self.send()
+
+    def _add_settled(self, settled: Settled | None) -> None:
+        if settled is None:
+            return
+        self.send()  # The thread must know a step before it is told about its rows.
+        kept, copied, held_from, num_rows = settled
+        self._sent.append(Arrival((), copied, kept, held_from))
+        self._free_rows += num_rows
+        if self._free_rows >= self._staging.ring.num_rows // 8:
+            self._is_due = True
 
     def close(self, timeout: float) -> None:
         """Process the rest, for `timeout` seconds at most, and stop the thread.
@@ -267,8 +312,14 @@ class DispatchThread:
             logger.exception("Captured rows could not be distributed to their requests")
 
     def _arrive(
-        self, staged: Sequence[StagedStep], copied: torch.cuda.Event | None
+        self,
+        staged: Sequence[StagedStep],
+        copied: torch.cuda.Event | None,
+        kept: Sequence[Found] = (),
+        held_from: int | None = None,
     ) -> None:
+        if held_from is not None:
+            self._pending.held_from = held_from
         try:
             if copied is not None:
                 copied.synchronize()
@@ -276,6 +327,7 @@ class DispatchThread:
             self.lose(staged)
             raise
         self._pending.add(staged)
+        self._pending.keep(kept)
 
     def lose(self, staged: Sequence[StagedStep]) -> None:
         """Release the memory of steps whose rows cannot be copied, in their order."""

@@ -374,6 +374,10 @@ class CapturedRequest:
             positions = positions[-1:]
         spans = self._handed_on.get((number, reader.instance), [])
         arrived = _positions_below(stop, tuple(spans))
+        if self._groups[number].held and (0, OPEN_END) in kept and arrived != positions:
+            share = f"{len(arrived)} of {len(positions)} rows"
+            note = f"the readout failed; {share} were not dropped before"
+            return arrived, {"capture_note": note}
         return arrived, remarks_on(positions, arrived, reader.ranges, end, stop)
 
     def _readout_keys(

@@ -10,7 +10,7 @@ its row index has rows at a constant stride in a chain, which are one piece howe
 steps there are. Work is done only when a request gets or loses its row index.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -21,6 +21,7 @@ from vllm.v1.capture.dispatch.row_buffer import Piece
 from vllm.v1.capture.staging.request_pages import Places
 from vllm.v1.capture.staging.ring import Segment, Staging
 from vllm.v1.residual.row_blocks import Block, BlockRow
+from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.residual.step_layout import PlacedStep
 from vllm.v1.residual.step_view import TrueStarts
 
@@ -38,6 +39,12 @@ class StagedStep(NamedTuple):
     """The true positions, if those in `placed` are only assumed."""
     places: Places | None = None
     """The pages of prompts' rows that are not copied to the host ring."""
+
+    @property
+    def sent(self) -> Segment:
+        """The rows that are copied to the host as the step is added."""
+        start, num_rows = self.segment
+        return Segment(start, num_rows - self.placed.layout.num_held)
 
     @property
     def stands_alone(self) -> bool:
@@ -72,7 +79,7 @@ class StepChain:
         self._memory = memory
         self._by_request: list[dict[str, ChainRow]] = [
             {req_id: ChainRow(row, 0) for req_id, row in block.decoding.items()}
-            for block in first.placed.layout.blocks
+            for block in first.placed.layout.sent
         ]
         """By block, then by request."""
 
@@ -95,7 +102,9 @@ class StepChain:
         mine = self._first.placed.layout.blocks
         return len(blocks) == len(mine) and all(
             [
-                block.columns == own.columns and block.num_rows == own.num_rows
+                block.columns == own.columns
+                and block.num_rows == own.num_rows
+                and block.held == own.held
                 for block, own in zip(blocks, mine)
             ]
         )
@@ -111,7 +120,7 @@ class StepChain:
         layout, before = step.placed.layout, self._last.placed.layout
         if layout is not before:
             changed = layout.changed if layout.number == before.number + 1 else None
-            for number, block in enumerate(layout.blocks):
+            for number, block in enumerate(layout.sent):
                 found.extend(self._change(number, block, changed))
         self._last = step
         return found
@@ -206,31 +215,35 @@ class StepBuffer:
         """The latest steps, if they form a chain."""
         self._pieces: defaultdict[str, ByGroup] = new_pieces()
         """By request: pieces of earlier steps, and those taken out of the chain."""
-        self._segments: list[Segment] = []
-        """The segments of all steps that were not released."""
+        self._segments: deque[tuple[int, Segment]] = deque()
+        """The steps whose segments were not released."""
+        self.held_from = OPEN_END
+        """The first step with rows that are held on the device."""
 
     def add(self, staged: Iterable[StagedStep]) -> None:
         """Add steps whose rows are on the host."""
         for step in staged:
-            self._segments.append(step.segment)
+            self._segments.append((step.step, step.segment))
+            if step.placed.layout.num_held:
+                self.held_from = min(self.held_from, step.step)
             if self._chain is not None and self._chain.follows(step):
-                self._keep(self._chain.add(step))
+                self.keep(self._chain.add(step))
                 continue
             self._end_chain()
             if step.stands_alone:
-                self._keep(pieces_of(step, self._staging.host_rows))
+                self.keep(pieces_of(step, self._staging.host_rows))
             else:
                 self._chain = StepChain(step, self._staging.host_rows)
 
     def lose(self, staged: Iterable[StagedStep]) -> None:
         """Add steps whose copy failed: only their segments are kept, for release."""
-        self._segments += [step.segment for step in staged]
+        self._segments += [(step.step, step.segment) for step in staged]
 
     def take(self, req_ids: Sequence[str]) -> dict[str, ByGroup]:
         """Remove and return the pieces of some requests."""
         if self._chain is not None:
             for req_id in req_ids:
-                self._keep(self._chain.take(req_id))
+                self.keep(self._chain.take(req_id))
         return {
             req_id: self._pieces.pop(req_id)
             for req_id in req_ids
@@ -244,30 +257,36 @@ class StepBuffer:
         return taken
 
     def release(self) -> None:
-        """Release all segments, unless some still hold rows that were not taken."""
+        """Release segments, unless some still have rows that were not taken.
+
+        Those from the first step on that has rows held on the device are kept.
+        """
         if self._pieces or (
             self._chain is not None and self._chain.has_rows_of(self._known)
         ):
             return
-        segments, self._segments = self._segments, []
-        self._staging.ring.release(*segments)
+        free = []
+        while self._segments and self._segments[0][0] < self.held_from:
+            free.append(self._segments.popleft()[1])
+        self._staging.ring.release(*free)
 
     def _end_chain(self) -> None:
         chain, self._chain = self._chain, None
         if chain is not None:
-            self._keep(chain.take_all())
+            self.keep(chain.take_all())
 
-    def _keep(self, found: Iterable[Found]) -> None:
+    def keep(self, found: Iterable[Found]) -> None:
+        """Add pieces of known requests."""
         for req_id, group, piece in found:
             if req_id in self._known:
                 self._pieces[req_id][group].append(piece)
 
 
 def pieces_of(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
-    """The pieces of a step that cannot be part of a chain."""
+    """The pieces of a step that cannot be part of a chain, of rows that are sent."""
     base, places = step.segment.start, step.places or {}
     shifts = {} if step.true_starts is None else step.true_starts.shifts()
-    for block in step.placed.layout.blocks:
+    for block in step.placed.layout.sent:
         for req_id, group, position, num_rows, offset in rows_in(block, step):
             piece = Piece(
                 position + shifts.get(req_id, 0),

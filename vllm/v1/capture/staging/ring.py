@@ -15,14 +15,17 @@ receive as they are.
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm._custom_ops import swap_blocks_batch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.memory.pinned import Pages, pin
 from vllm.v1.capture.sink import RowEncoder
@@ -91,12 +94,21 @@ class RowRing:
             newest = self._taken.pop()
             assert newest == segment, f"given back {segment}, the newest is {newest}"
 
-    def _place(self, num_rows: int) -> int | None:
-        if not self._taken:
+    def in_the_way(self, num_rows: int) -> set[Segment]:
+        """The oldest segments, which must be released for a segment of this size."""
+        with self._lock:
+            taken, oldest = self._taken.copy(), set[Segment]()
+        while self._place(num_rows, taken) is None:
+            oldest.add(taken.popleft())
+        return oldest
+
+    def _place(self, num_rows: int, taken: deque[Segment] | None = None) -> int | None:
+        taken = self._taken if taken is None else taken
+        if not taken:
             return 0
-        tail = self._taken[0].start
-        head = self._taken[-1].start + self._taken[-1].num_rows
-        if self._taken[-1].start >= tail:  # free: [head, end) and [0, tail)
+        tail = taken[0].start
+        head = taken[-1].start + taken[-1].num_rows
+        if taken[-1].start >= tail:  # free: [head, end) and [0, tail)
             if head + num_rows <= self.num_rows:
                 return head
             return 0 if num_rows <= tail else None
@@ -125,11 +137,17 @@ class Copy(NamedTuple):
     host: torch.Tensor  # [taps, rows, width]
     device: torch.Tensor  # [taps, rows, width], another width if they are encoded
 
+    def between(self, start: int, stop: int) -> "Copy":
+        """The copy of these rows of each tap."""
+        return Copy(self.taps, self.host[:, start:stop], self.device[:, start:stop])
+
 
 OfTaps: TypeAlias = tuple[Copy, list[int]]
 """A copy, and for which of its taps, by their index in it."""
 Piece: TypeAlias = tuple[int, int, int, torch.Tensor | None]
 """Where a piece is copied from and to, its bytes, and what must live until then."""
+Pick: TypeAlias = tuple[npt.NDArray[np.int64], int]
+"""Staging rows, and the row of the host ring to which the first of them is copied."""
 Parts: TypeAlias = Sequence[tuple[Collection[int], torch.cuda.Event]]
 """Taps, by number, and the event after which their rows are in staging memory."""
 EVERY_TAP = -1
@@ -205,15 +223,37 @@ class Staging:
             The event to wait for; None if the rows are on the host already.
 
         """
-        if self.host_rows is self.rows:
+        pieces = spans([segment for segment in segments if segment.num_rows])
+        if self.host_rows is self.rows or not pieces:
             return None
-        pieces = spans(segments)
         return self._copy(
             [
                 Copy([EVERY_TAP], self.host_rows[None, span], self.rows[None, span])
                 for span in pieces
             ]
         )
+
+    def pick_to_host(self, picks: Sequence[Pick]) -> torch.cuda.Event | None:
+        """Start copying single rows to the host ring, side by side; as `to_host`."""
+        if self.host_rows is self.rows or not picks:
+            return None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for index, first in picks:
+                for at in range(0, len(index), self._piece_rows):
+                    some = index[at : at + self._piece_rows]
+                    rows = self.rows[async_tensor_h2d(some, device=self.rows.device)]
+                    host = self.host_rows[first + at : first + at + len(some)]
+                    host.copy_(self._encoded(rows), non_blocking=True)
+        return None if self._stream is None else self._copied()
+
+    def _of_block(self, block: Block, base: int) -> Copy:
+        """The copy of a block, whose first row is `base`, to the host ring."""
+        shape = len(block.columns), block.num_rows * block.each
+        rows = slice(base, base + block.num_staged)
+        host, device = self.host_rows[rows], self.rows[rows]
+        return Copy(block.columns, host.unflatten(0, shape), device.unflatten(0, shape))
 
     def is_large(self, num_rows: int) -> bool:
         """Whether the rows of a step of this size go to pages, if there are some."""
@@ -228,7 +268,7 @@ class Staging:
 
         Args:
             segment: of the step.
-            blocks: of the step's layout.
+            blocks: those of the step's layout whose rows are copied.
             parts: of the taps, in the order in which their rows are computed; the rows
                 of others are copied after the queued forward pass.
 
@@ -245,11 +285,8 @@ class Staging:
         copies: list[Copy] = []
         base = segment.start
         for block in blocks:
-            taps, num_rows = len(block.columns), block.num_rows * block.each
-            rows = self.rows[base : base + block.num_staged]
-            host = self.host_rows[base : base + block.num_staged]
+            whole, num_rows = self._of_block(block, base), block.num_rows * block.each
             base += block.num_staged
-            by_tap = rows.unflatten(0, (taps, num_rows))
             covered = []
             # Pages are for rows as wide as the stream.
             picks = () if block.width else block.picks
@@ -260,12 +297,9 @@ class Staging:
                     (memory, first), count = place, pick[3]
                     covered.append((offset, offset + count))
                     target = memory[:, first : first + count]
-                    source = by_tap[:, offset : offset + count]
+                    source = whole.device[:, offset : offset + count]
                     copies.append(Copy(block.columns, target, source))
-            host_by_tap = host.unflatten(0, (taps, num_rows))
-            for start, stop in gaps(covered, num_rows):
-                target, source = host_by_tap[:, start:stop], by_tap[:, start:stop]
-                copies.append(Copy(block.columns, target, source))
+            copies += [whole.between(*gap) for gap in gaps(covered, num_rows)]
         return (places, self._copy(copies, parts)) if places else None
 
     def trim(self) -> None:
@@ -289,6 +323,10 @@ class Staging:
                 for some in batches(self._pieces(own)):
                     numbers = [piece[:3] for piece in some]
                     swap_blocks_batch(*torch.tensor(list(zip(*numbers))))
+        return self._copied()
+
+    def _copied(self) -> torch.cuda.Event:
+        """The event after which all that was started so far is on the host."""
         # Blocking: the dispatch thread must not spin on the driver's lock.
         done = torch.cuda.Event(blocking=True)
         done.record(self._stream)

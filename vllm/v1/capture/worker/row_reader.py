@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What reads staged rows on the device; readouts do."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from vllm.v1.residual.readout_plan import ReadoutCounters, ReadoutPlan
+from vllm.v1.residual.readout_plan import Fired, ReadoutCounters, ReadoutPlan
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.step_layout import PlacedStep
 from vllm.v1.residual.step_view import StepView
@@ -40,6 +41,9 @@ class RowReader(Protocol):
         attention: Any = None,
     ) -> None:
         """Read the rows of a step, after its forward pass."""
+
+    def tell(self, told: Callable[[Fired], None]) -> None:
+        """Have `told` called, on any thread, with what the rules of a step keep."""
 
     def fail(self, view: StepView, error: Exception) -> None:
         """Let an error be the result of a step."""

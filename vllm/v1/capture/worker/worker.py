@@ -64,6 +64,8 @@ Throughput over plain turns on an H100 with 13 GB of rows and a readout in 2.7 s
 (`benchmarks/keep_when.py`), three pairs: 0.692 and 0.761, 0.662 and 0.765, 0.712 and
 0.724; of plain turns no difference beyond their spread of 3 %.
 """
+STEPS_UNTIL_KNOWN = 3
+"""Steps of which rows are held whose values are not on the host yet."""
 LARGE_STEP_PARTS = 8
 """Parts in which the rows of a large step are copied while it is computed."""
 
@@ -160,6 +162,8 @@ class WorkerCapture:
         self._segment: Segment | None = None
         self._live: set[str] = set()
         """Requests whose rows are passed on after each step."""
+        self._held_rows: dict[str, int] = {}
+        """By request with held rows: how many it holds while it decodes."""
         self._true_starts: TrueStarts | None = None
         self._step = 0
         self._early = frozenset(
@@ -288,7 +292,8 @@ class WorkerCapture:
             return
         self._plans[req_id] = plan
         try:
-            groups, prompt = local_groups(plan, self._columns), plan.num_prompt_tokens
+            groups = local_groups(plan, self._columns, self._may_hold(req_id, plan))
+            prompt = plan.num_prompt_tokens
             self._placement.add(req_id, groups)
             if any(group.readers for group in groups):
                 self._delivered.add(req_id)
@@ -305,6 +310,25 @@ class WorkerCapture:
             logger.exception("The capture of %s could not begin", req_id)
             self._failures[req_id] = f"capture failed: {described(error)}"
             self._placement.remove(req_id)
+
+    def _may_hold(self, req_id: str, plan: CapturePlan) -> bool:
+        """Whether rows of a request wait on the device until their values are known.
+
+        Only if there is room for all of them: otherwise most would leave before.
+        """
+        # Values are computed in the last stage, and positions behind drafts assumed.
+        drafts = self._vllm_config.speculative_config is not None
+        elsewhere = self._stage.pipeline_size > 1 or self.readouts is None
+        if elsewhere or drafts or not plan.keeping_tokens:
+            return False
+        assert plan.readouts is not None, "rules compare values of readouts"
+        before = max(keep.before for keep in plan.readouts.keep_when)
+        num_rows = (before + STEPS_UNTIL_KNOWN) * plan.num_taps
+        most = self._config.rows_per_step(self._staging.rows[:1].nbytes)
+        if sum(self._held_rows.values()) + num_rows > most:
+            return False
+        self._held_rows[req_id] = num_rows
+        return True
 
     def _open(
         self,
@@ -328,6 +352,9 @@ class WorkerCapture:
                 sink = self._lanes[name].sink
                 if isinstance(sink, ForwardingSink):
                     sink.route(req_id, plan.reply_to)
+            if plan.readouts is not None and any(group.held for group in groups):
+                before = max(keep.before for keep in plan.readouts.keep_when)
+                self._dispatcher.held.open(req_id, before)
             self._dispatcher.open(
                 CapturedRequest(
                     req_id,
@@ -398,6 +425,7 @@ class WorkerCapture:
 
     def _forget(self, req_id: str) -> None:
         self._plans.pop(req_id, None)
+        self._held_rows.pop(req_id, None)
         self._delivered.discard(req_id)
         self._failures.pop(req_id, None)
         self._placement.remove(req_id)
@@ -517,7 +545,7 @@ class WorkerCapture:
         if self._leave_the_device(layout):
             self._segment = self._dispatcher.reserve(layout.num_rows)
             self._first_row = self._segment.start
-            if self._staging.is_large(layout.num_rows):
+            if self._staging.is_large(layout.num_rows - layout.num_held):
                 num_ops = len(layout.launches)
                 CaptureProgress.active = CaptureProgress(num_ops, LARGE_STEP_PARTS)
         else:
@@ -558,6 +586,9 @@ class WorkerCapture:
         if self.readouts is not None and self._view is not None:
             rows, first = self._staging.rows, self._first_row
             self.readouts.run(placed, self._view, rows, first, attention)
+            if not self._dispatcher.held.is_empty:
+                reading = self._dispatcher.held.reading(self._view, placed)
+                self.readouts.tell(reading.tell)
         if placed is None or self._segment is None:
             return
         staged = StagedStep(self._step, placed, self._segment, self._true_starts)
@@ -579,7 +610,7 @@ class WorkerCapture:
 
     def send(self) -> None:
         """Start copying the rows that are still on the device."""
-        self._dispatcher.send()
+        self._dispatcher.leave_device()
 
     def close(self) -> None:
         """Deliver pending rows and shut down the consumers.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
-from vllm.v1.readouts.core.firing import first_firing
+from vllm.v1.readouts.firing import first_firing
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     Readout,

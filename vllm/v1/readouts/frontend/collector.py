@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm.logger import init_logger
-from vllm.v1.readouts.core.firing import kept_spans
 from vllm.v1.readouts.core.scheduler import STOP_PREFIX
+from vllm.v1.readouts.firing import kept_spans
 from vllm.v1.readouts.results import ReadoutResult, concatenated
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (

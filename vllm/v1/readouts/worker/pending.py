@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's results while they are being copied from the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from vllm.v1.readouts.firing import COMPARED, values_of
 from vllm.v1.readouts.worker.jobs import Entry
 from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
     Array,
+    Fired,
     JobTokens,
+    KeepWhen,
     Kind,
     ReadoutPart,
     StepReadouts,
     TokenRow,
     packed_form,
 )
+from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.residual.tap import Tap
 
 LENS_FAILED = (
@@ -61,6 +66,10 @@ class PendingReadouts:
     """References to tensors that the device may still be reading."""
     split: Mapping[str, Mapping[str, tuple[Tap, ...]]] = field(default_factory=dict)
     """By request and name: the taps of readouts of which stages compute parts."""
+    rules: Mapping[str, Sequence[KeepWhen]] = field(default_factory=dict)
+    """By request: around which values its rows are kept."""
+    told: Callable[[Fired], None] | None = None
+    """Called with what these keep of the step."""
 
     def collect(self) -> StepReadouts:
         """Wait for the copies and return the results by request id."""
@@ -70,7 +79,9 @@ class PendingReadouts:
         for result in self.results:
             if result.entries and result.entries[0].readout.kind == "lens":
                 _find_failures(result)
-        return self._by_request()
+        found = self._by_request()
+        self._tell()
+        return found
 
     def failed(self, text: str) -> StepReadouts:
         """The results, if they are an error."""
@@ -78,7 +89,13 @@ class PendingReadouts:
             result.errors = dict.fromkeys(range(len(result.entries)), text)
             result.arrays = {}
         self.split = {}
+        self._tell()
         return self._by_request()
+
+    def _tell(self) -> None:
+        if self.told is not None:
+            own = [kept_of(result, self.rules) for result in self.results]
+            self.told(list(chain.from_iterable(own)))
 
     def _by_request(self) -> StepReadouts:
         found: dict[str, list[ReadoutPart]] = {}
@@ -216,3 +233,106 @@ def _part(
         for label, one in arrays.items()
     }
     return ReadoutPart(name, start, entry.count, own)
+
+
+class Comparison(NamedTuple):
+    """What rules compare with the values of a job, one element for each value."""
+
+    pairs: Sequence[tuple[int, KeepWhen]]
+    """The number of an entry, and its rule."""
+    pair_of: Array
+    """Index in `pairs`."""
+    offsets: Array
+    """The token's index in its entry."""
+    rows: Array
+    columns: Array
+    """Where the value is in what `_compared` returns."""
+    above: Array
+    below: Array
+
+
+def kept_of(
+    result: JobResult, rules: Mapping[str, Sequence[KeepWhen]]
+) -> Iterator[tuple[str, int, int]]:
+    """What rules keep of the requests of a job, as of `Fired`.
+
+    That is everything from now on of requests whose readout has failed.
+    """
+    entries = result.entries
+    for number in result.errors:
+        if rules.get(entries[number].req_id):
+            yield entries[number].req_id, 0, OPEN_END
+    if "pairs" not in result.kept:
+        result.kept["pairs"] = [
+            (number, keep)
+            for number, entry in enumerate(entries)
+            for keep in rules.get(entry.req_id, ())
+            if keep.rule.readout == entry.readout.name
+        ]
+    pairs: Sequence[tuple[int, KeepWhen]] = result.kept["pairs"]
+    if not result.arrays or not pairs:
+        return
+    values = _compared(result, pairs)
+    if "comparison" not in result.kept:
+        result.kept["comparison"] = _comparison(entries, pairs, values.shape[1])
+    own: Comparison = result.kept["comparison"]
+    found = values[own.rows, own.columns].astype(np.float64)
+    for at in np.flatnonzero((found > own.above) | (found < own.below)).tolist():
+        number, keep = own.pairs[own.pair_of[at]]
+        position = entries[number].start + result.shift + int(own.offsets[at])
+        window = max(position - keep.before, 0), position + keep.after + 1
+        yield entries[number].req_id, *window
+
+
+def _compared(result: JobResult, pairs: Sequence[tuple[int, KeepWhen]]) -> Array:
+    """The values that rules may compare.
+
+    `[R, values]` of each row of the job; of an SAE `[R, features]`, of the features
+    that rules name; of a custom readout `[n, 1]` those of each pair in turn.
+    """
+    arrays = {name: one.numpy() for name, one in result.arrays.items()}
+    readout = result.entries[0].readout
+    if readout.kind == "custom":
+        parts = [_part(result, n, result.entries[n], arrays) for n, _ in pairs]
+        each = [values_of(p, readout, k.rule.index) for p, (_, k) in zip(parts, pairs)]
+        return np.concatenate(each)[:, None]
+    if readout.kind == "sae":
+        whole = ReadoutPart("", 0, len(arrays["activations"]), arrays)
+        each = [values_of(whole, readout, index) for index in _indices(pairs)]
+        return np.stack(each, axis=1)
+    found = arrays[COMPARED[readout.kind]]
+    return found.reshape(len(found), -1)
+
+
+def _indices(pairs: Sequence[tuple[int, KeepWhen]]) -> list[int]:
+    return sorted({keep.rule.index for _, keep in pairs})
+
+
+def _comparison(
+    entries: Sequence[Entry], pairs: Sequence[tuple[int, KeepWhen]], size: int
+) -> Comparison:
+    """Where to find what each pair compares, in rows of `size` values."""
+    own, indices = [entries[number] for number, _ in pairs], _indices(pairs)
+    counts = [entry.count for entry in own]
+    offsets = np.concatenate([np.arange(count) for count in counts])
+    rows = np.repeat([entry.first for entry in own], counts)
+    index = np.repeat([keep.rule.index for _, keep in pairs], counts)
+    match entries[0].readout.kind:
+        case "custom":
+            rows, columns = np.arange(len(index)), np.zeros_like(index)
+        case "sae":
+            rows, columns = rows + offsets, np.searchsorted(indices, index)
+        case _:
+            staged = np.repeat([len(entry.readout.staged) for entry in own], counts)
+            rows, columns = rows + offsets * staged + index // size, index % size
+    above = [np.inf if k.rule.above is None else k.rule.above for _, k in pairs]
+    below = [-np.inf if k.rule.below is None else k.rule.below for _, k in pairs]
+    return Comparison(
+        pairs,
+        np.repeat(np.arange(len(pairs)), counts),
+        offsets,
+        rows,
+        columns,
+        np.repeat(above, counts),
+        np.repeat(below, counts),
+    )

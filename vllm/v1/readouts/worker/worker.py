@@ -56,7 +56,13 @@ from vllm.v1.readouts.worker.stages import (
 )
 from vllm.v1.readouts.worker.top_tokens import Best
 from vllm.v1.residual.plugin_errors import described
-from vllm.v1.residual.readout_plan import Readout, ReadoutCounters, ReadoutPlan
+from vllm.v1.residual.readout_plan import (
+    Fired,
+    KeepWhen,
+    Readout,
+    ReadoutCounters,
+    ReadoutPlan,
+)
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.residual.step_layout import PlacedStep
@@ -132,6 +138,8 @@ class WorkerReadouts:
         self._outgoing = StageMessage()
         self._sent: dict[str, Any] = {}
         self._requests: dict[str, ReadingRequest] = {}
+        self._rules: dict[str, tuple[KeepWhen, ...]] = {}
+        """By request, what it keeps rows around."""
         self._heads = heads
         self._attribution = Attribution(self.head, model, self._width, dtype, heads)
         self._operations = Operations(
@@ -193,6 +201,8 @@ class WorkerReadouts:
 
         """
         local = {tap for group in groups for tap in group.taps}
+        if any(group.held for group in groups):
+            self._rules[req_id] = plan.keep_when
         readouts: list[Readout] = []
         keys: list[JobKey] = []
         joined: dict[str, tuple[Readout, JobKey]] = {}
@@ -230,6 +240,7 @@ class WorkerReadouts:
     def remove(self, req_id: str) -> None:
         """Drop a finished request."""
         self._requests.pop(req_id, None)
+        self._rules.pop(req_id, None)
         self._joined.pop(req_id, None)
         self._split.pop(req_id, None)
         self._joined_sets.clear()
@@ -458,6 +469,16 @@ class WorkerReadouts:
         self._pending = PendingReadouts(
             results, starts, further, done, kept, dict(self._split)
         )
+
+    def tell(self, told: Callable[[Fired], None]) -> None:
+        """Have `told` called with what the rules of the last step keep.
+
+        That is when its values are on the host, on the thread that collects them.
+        """
+        if self._pending is None:
+            told(())
+        else:
+            self._pending.rules, self._pending.told = self._rules, told
 
     def take(self) -> PendingReadouts | None:
         """Remove and return the results of the last step, if it has any."""

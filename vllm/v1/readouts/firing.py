@@ -4,10 +4,23 @@
 import numpy as np
 
 from vllm.v1.readouts.results import ReadoutResult
-from vllm.v1.residual.readout_plan import KeepWhen, Readout, ReadoutPart, StopWhen
+from vllm.v1.residual.readout_plan import (
+    KeepWhen,
+    Kind,
+    Readout,
+    ReadoutPart,
+    StopWhen,
+)
 from vllm.v1.residual.spans import OPEN_END, Spans, merged
 
 EVERYTHING: Spans = ((0, OPEN_END),)
+COMPARED: dict[Kind, str] = {
+    "probe": "values",
+    "custom": "values",
+    "norm": "norm",
+    "lens": "token_logprobs",
+}
+"""The array whose values are compared, by kind; that of an SAE depends on its form."""
 
 
 def first_firing(
@@ -33,7 +46,7 @@ def values_of(
             return np.asarray(arrays["activations"][:, column])
         hits = arrays["features"] == index
         return np.where(hits, arrays["activations"], 0.0).sum(axis=1)
-    name = {"norm": "norm", "lens": "token_logprobs"}.get(readout.kind, "values")
+    name = COMPARED[readout.kind]
     flat = arrays[name].reshape(part.count, -1) if name in arrays else missing[:, None]
     return np.asarray(flat[:, index]) if index < flat.shape[1] else missing
 
