@@ -8,7 +8,9 @@ One engine, which runs up to 128 requests at once, runs a batch of each size in 
 `plain`; `read`, which computes the norm that decides; `request` and `token`, which
 capture all positions at all layers to files where it fires, in one of 100 requests (at
 least one), whole or with 8 tokens around; and `all`, which writes every row of the
-first size. A ratio is to the mean of the `plain` turns beside. Weights are random.
+first size. Requests generate 64 to 192 tokens, so that they end one after another as on
+a server; with `--together` all generate 128. A ratio is to the mean of the `plain`
+turns beside. Weights are random.
 `--device cpu --model tiny --eager` runs without a GPU.
 """
 
@@ -47,11 +49,15 @@ class Engine:
         draw = torch.Generator().manual_seed(5)
         size = max(options.requests), PROMPT
         self.prompts = torch.randint(1000, 30000, size, generator=draw).tolist()
+        spread = 0 if options.together else GENERATED // 2
+        few, most = GENERATED - spread, GENERATED + spread
+        lengths = torch.randint(few, most + 1, size[:1], generator=draw)
+        self.lengths: list[int] = lengths.tolist()
         self.llm = LLM(
             model_folder(options.model),
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=PROMPT + GENERATED,
+            max_model_len=PROMPT + most,
             max_num_seqs=128,
             enable_prefix_caching=False,
             enforce_eager=options.eager,
@@ -68,14 +74,17 @@ class Engine:
         if mode == "token":
             keep |= {"before": WINDOW, "after": WINDOW}
         spec = ROWS if mode == "all" else ROWS | {"keep_when": keep}
-        params = SamplingParams(
-            max_tokens=GENERATED,
-            ignore_eos=True,
-            detokenize=False,
-            temperature=0.0,
-            readouts=None if mode in ("plain", "all") else {"size": norm},
-            capture=None if mode in ("plain", "read") else {"filesystem": spec},
-        )
+        params = [
+            SamplingParams(
+                max_tokens=length,
+                ignore_eos=True,
+                detokenize=False,
+                temperature=0.0,
+                readouts=None if mode in ("plain", "all") else {"size": norm},
+                capture=None if mode in ("plain", "read") else {"filesystem": spec},
+            )
+            for length in self.lengths[:requests]
+        ]
         prompts = [{"prompt_token_ids": ids} for ids in self.prompts[:requests]]
         began = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
@@ -103,6 +112,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, nargs="+", default=[200, 32])
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--folder", type=Path, help="Where files are written.")
     parser.add_argument("--out", type=Path, default=Path("keep_when.json"))
     options = parser.parse_args()
@@ -113,6 +123,7 @@ def main() -> None:
         **reports.begun(),
         "gpu": reports.ask_gpu("name"),
         "model": describe(options.model),
+        "together": options.together,
         "all": every,
     }
     print(f"all: {every['seconds']:.2f} s, {every['bytes']:,} bytes", flush=True)

@@ -195,9 +195,8 @@ class HeldRows:
         """Add the positions of `_last` to the others."""
         last, self._last = self._last, None
         if last is not None:
-            self._until.update(zip(last.req_ids, last.stops.tolist()))
-        if not self._before:
-            self._until.clear()
+            stops = zip(last.req_ids, last.stops.tolist())
+            self._until.update(one for one in stops if one[0] in self._before)
 
     def _is_settled(self, held_step: HeldStep) -> bool:
         """Whether it is known of all rows of a step if they are kept."""
