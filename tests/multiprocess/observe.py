@@ -406,6 +406,7 @@ def observe(order: Order) -> dict[str, Any]:
         "stored": _stored(engine, prompts[1]),
         "read": _read(engine, prompts[1], READOUTS),
         "ended": _ended(engine, prompts[1]),
+        "around": _around(engine, prompts),
         "told": _read(engine, prompts[1], None, **told(STEERED[0], STEERED[3])),
         "swept": _swept(engine, prompts[0]),
         "under all": _under_all(engine, prompts[:2]),
@@ -498,6 +499,28 @@ def _ended(engine: Any, prompt: list[int]) -> list[dict[str, Any]]:
         ended = _scored(engine, prompt, [rule])
         found.append(ended | {"whole": whole["tokens"], "rule": rule})
     return found
+
+
+def _around(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Rows of requests that keep them around tokens, and all of them."""
+    read = {"probe": {"kind": "probe", "probe": "direction", "positions": "all"}}
+    spec = {"hooks": EVERYWHERE, "positions": "all"}
+    every = engine.run(prompts, greedy(readouts=read, capture={"inline": spec}))
+    values = [one.readouts["probe"]["values"][:, 0] for one in every]
+    keep = {"readout": "probe", "index": 0, "scope": "token", "before": 2, "after": 1}
+    keep["above"] = float(sorted(value for own in values for value in own)[-8])
+    kept = greedy(readouts=read, capture={"inline": spec | {"keep_when": keep}})
+    results = [one.capture_results["inline"] for one in engine.run(prompts, kept)]
+    return [
+        {
+            "fired": [at for at, value in enumerate(own) if value > keep["above"]],
+            "status": result.status,
+            "rows": dict(result.payload or {}),
+            "positions": dict(result.payload.positions) if result.payload else {},
+            "whole": dict(whole.capture_results["inline"].payload),
+        }
+        for whole, own, result in zip(every, values, results)
+    ]
 
 
 def _scored(engine: Any, prompt: list[int], stop_when: Any) -> dict[str, Any]:

@@ -302,6 +302,23 @@ def test_a_readout_of_any_stage_ends_the_text_where_it_fires(
         assert scores[-1] > above and (scores[:-1] <= above).all()
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_rows_around_a_token_are_kept_on_every_stage(
+    bench: Workbench, name: str, split: str
+) -> None:
+    requests = bench.found(name, split)["around"]
+    assert any(one["fired"] for one in requests)
+    for one in requests:
+        stop = len(next(iter(one["whole"].values())))
+        near = {p + d for p in one["fired"] for d in (-2, -1, 0, 1)}
+        wanted = sorted(p for p in near if 0 <= p < stop)
+        assert one["status"] == "ok" and bool(one["rows"]) == bool(wanted)
+        for tap, rows in one["rows"].items():
+            assert one["positions"][tap] == wanted
+            expected = one["whole"][tap][wanted]
+            torch.testing.assert_close(rows, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("split", PARTS)
 def test_a_receipt_is_that_of_one_process(
     bench: Workbench, name: str, split: str
