@@ -65,6 +65,4 @@ def kept_spans(keep: KeepWhen, readout: Readout, result: ReadoutResult) -> Spans
     ]
     if keep.scope == "request":
         return EVERYTHING if at else ()
-    return merged(
-        (max(position - keep.before, 0), position + keep.after + 1) for position in at
-    )
+    return merged(map(keep.around, at))

@@ -146,6 +146,12 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         return frozenset(keep.instance for keep in keeps if keep.scope == "token")
 
     @property
+    def wait(self) -> int:
+        """The tokens behind a row until it is known whether the row is kept."""
+        keeps = () if self.readouts is None else self.readouts.keep_when
+        return max([keep.before for keep in keeps], default=0)
+
+    @property
     def row_lanes(self) -> tuple[str, ...]:
         """Names of all readers that rows are delivered to (not `READOUTS`), sorted."""
         readers = {reader.instance for g in self.groups for reader in g.readers}

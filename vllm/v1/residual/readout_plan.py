@@ -188,6 +188,10 @@ class KeepWhen(msgspec.Struct, frozen=True, array_like=True):
     """For `token`: as many positions before one that fires are kept."""
     after: int = 0
 
+    def around(self, position: int) -> tuple[int, int]:
+        """The positions `[start, stop)` that are kept if it fires at this one."""
+        return max(position - self.before, 0), position + self.after + 1
+
 
 Fired: TypeAlias = Sequence[tuple[str, int, int]]
 """Requests of a step, and the positions `[start, stop)` that their rules keep."""

@@ -48,15 +48,12 @@ class Layout:
 
     If the sizes of the blocks differ, any may.
     """
-    num_held: int = 0
-    """Staging rows, the last ones, that stay on the device until they are settled."""
-
-    @property
-    def sent(self) -> Sequence[Block]:
-        """The blocks whose rows are copied to the host."""
-        if not self.num_held:
-            return self.blocks
-        return [block for block in self.blocks if not block.held]
+    sent: tuple[Block, ...]
+    """The blocks whose rows are copied to the host."""
+    held: tuple[Block, ...]
+    """The others, which are the last ones: their rows stay on the device at first."""
+    num_held: int
+    """Staging rows of these."""
 
 
 class PlacedStep(NamedTuple):
@@ -285,6 +282,7 @@ class BatchLayout:
             every = {column for block in blocks for column in block.columns}
             columns = range(min(every), max(every) + 1)
             launches = frozenset(self._addresses[column] for column in every)
+        held = tuple([block for block in blocks if block.held])
         return Layout(
             blocks,
             rows_of(blocks),
@@ -294,7 +292,9 @@ class BatchLayout:
             sum(view.num_scheduled.tolist()),
             self._number,
             changed,
-            rows_of([block for block in blocks if block.held]),
+            blocks[: len(blocks) - len(held)],
+            held,
+            rows_of(held),
         )
 
 

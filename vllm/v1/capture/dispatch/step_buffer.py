@@ -11,7 +11,7 @@ steps there are. Work is done only when a request gets or loses its row index.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -304,14 +304,22 @@ def pieces_of(step: StagedStep, host_rows: torch.Tensor) -> Iterator[Found]:
         base += block.num_staged
 
 
-def rows_in(block: Block, step: StagedStep) -> Iterator[tuple[str, int, int, int, int]]:
-    """Yields `(request, group, position, number of rows, index in the block)`."""
-    for req_id, row in block.decoding.items():
+def rows_in(
+    block: Block, step: StagedStep, req_ids: Set[str] | None = None
+) -> Iterator[tuple[str, int, int, int, int]]:
+    """Yields `(request, group, position, number of rows, index in the block)`.
+
+    With `req_ids` those of these requests, which may be few in a large block.
+    """
+    decoding = block.decoding
+    for req_id in decoding if req_ids is None else req_ids & decoding.keys():
+        row = decoding[req_id]
         yield req_id, row.group, row.origin + step.placed.shift, 1, row.place
     for (req_id, group, position, num_rows, _), offset in zip(
         block.picks, block.offsets
     ):
-        yield req_id, group, position, num_rows, offset
+        if req_ids is None or req_id in req_ids:
+            yield req_id, group, position, num_rows, offset
 
 
 def new_pieces() -> defaultdict[str, ByGroup]:

@@ -321,9 +321,7 @@ class WorkerCapture:
         elsewhere = self._stage.pipeline_size > 1 or self.readouts is None
         if elsewhere or drafts or not plan.keeping_tokens:
             return False
-        assert plan.readouts is not None, "rules compare values of readouts"
-        before = max(keep.before for keep in plan.readouts.keep_when)
-        num_rows = (before + STEPS_UNTIL_KNOWN) * plan.num_taps
+        num_rows = (plan.wait + STEPS_UNTIL_KNOWN) * plan.num_taps
         most = self._config.rows_per_step(self._staging.rows[:1].nbytes)
         if sum(self._held_rows.values()) + num_rows > most:
             return False
@@ -352,9 +350,8 @@ class WorkerCapture:
                 sink = self._lanes[name].sink
                 if isinstance(sink, ForwardingSink):
                     sink.route(req_id, plan.reply_to)
-            if plan.readouts is not None and any(group.held for group in groups):
-                before = max(keep.before for keep in plan.readouts.keep_when)
-                self._dispatcher.held.open(req_id, before)
+            if any(group.held for group in groups):
+                self._dispatcher.held.open(req_id, plan.wait)
             self._dispatcher.open(
                 CapturedRequest(
                     req_id,
@@ -587,7 +584,7 @@ class WorkerCapture:
             rows, first = self._staging.rows, self._first_row
             self.readouts.run(placed, self._view, rows, first, attention)
             if not self._dispatcher.held.is_empty:
-                reading = self._dispatcher.held.reading(self._view, placed)
+                reading = self._dispatcher.held.reading(self._view)
                 self.readouts.tell(reading.tell)
         if placed is None or self._segment is None:
             return

@@ -280,8 +280,7 @@ def kept_of(
     for at in np.flatnonzero((found > own.above) | (found < own.below)).tolist():
         number, keep = own.pairs[own.pair_of[at]]
         position = entries[number].start + result.shift + int(own.offsets[at])
-        window = max(position - keep.before, 0), position + keep.after + 1
-        yield entries[number].req_id, *window
+        yield entries[number].req_id, *keep.around(position)
 
 
 def _compared(result: JobResult, pairs: Sequence[tuple[int, KeepWhen]]) -> Array:
