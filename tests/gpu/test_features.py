@@ -13,6 +13,7 @@ from tests.support.adapters import adapter
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import Reference
 from tests.support.models import save
+from vllm import RequestOutput
 from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.gpu
@@ -166,6 +167,46 @@ def check_readouts(engine: CapturedEngine, prompts: list[list[int]]) -> None:
         chosen = torch.from_numpy(found["lens"]["token_ids"])[:, -1, 0]
         following = torch.tensor(output.outputs[0].token_ids[1:])
         assert (chosen == following).float().mean() > 0.8
+
+
+def test_rows_around_tokens_that_fire(
+    llama: Path, reference: Reference, open_engine: OpenEngine
+) -> None:
+    """They wait on the device, in graphs, until it is known which are kept."""
+    engine = open_engine(llama, reference=reference, enable_readouts=True)
+    norm = {"kind": "norm", "hooks": {"post_block": [3]}, "positions": "all"}
+    prompts = [prompt(5 + 23 * i, seed=100 + i) for i in range(24)]
+    lengths = [3 + 4 * i for i in range(24)]
+
+    def run(**keep: Any) -> tuple[list[RequestOutput], list[list[float]]]:
+        params = [
+            asking("all", max_tokens=length, readouts={"size": norm}, **QUIET)
+            for length in lengths
+        ]
+        for one in params if keep else ():
+            one.capture["keeper"] |= {"keep_when": {"readout": "size", **keep}}
+        outputs = engine.run(prompts, params)
+        return outputs, [one.readouts["size"]["norm"][:, 0] for one in outputs]
+
+    _, norms = run()
+    above = float(
+        torch.tensor([float(x) for one in norms for x in one]).quantile(0.999)
+    )
+    outputs, norms = run(above=above, scope="token", before=2, after=3)
+    counts = []
+    for output, values in zip(outputs, norms):
+        near = {
+            number + offset
+            for number, value in enumerate(values)
+            for offset in range(-2, 4)
+            if value > above
+        }
+        kept = sorted(near & set(range(len(values))))
+        counts.append(len(kept))
+        assert output.capture_results["keeper"].kept == len(kept) * 12
+        if kept:
+            engine.check(output, kept, tolerance=BF16)
+    assert 0 in counts and any(counts), counts
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,11 @@ class Layout:
     num_held: int
     """Staging rows of these."""
 
+    @property
+    def batch(self) -> int:
+        """Which of the batches that alternate it belongs to."""
+        return self.number // LAYOUTS
+
 
 class PlacedStep(NamedTuple):
     """The layout of a step, and the number that turns origins into positions."""

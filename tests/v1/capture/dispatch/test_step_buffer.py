@@ -2,6 +2,8 @@
 """Requests start and end between consecutive steps: the place of each row."""
 
 from collections import defaultdict
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.capture.dispatch.step_buffer import Found, StagedStep, StepChain
+from vllm.v1.capture.dispatch.step_buffer import (
+    ByGroup,
+    StagedStep,
+    StepBuffer,
+    StepChain,
+)
 from vllm.v1.capture.memory.buffer_pool import copy_rows
 from vllm.v1.capture.staging.ring import Segment
 from vllm.v1.capture.staging.slot_mapping import slots_of
@@ -21,6 +28,8 @@ from vllm.v1.residual.step_view import StepView
 TAPS = 2
 MEMORY = torch.arange(5000).float()[:, None]
 """Memory whose rows contain their index."""
+STAGING: Any = SimpleNamespace(host_rows=MEMORY)
+NAMES = "abcde"
 GROUPS = (
     LocalGroup(((0, "post_block"),), (0,), ((0, OPEN_END),), ()),
     LocalGroup(((1, "post_block"),), (1,), ((2, OPEN_END),), ()),
@@ -59,50 +68,59 @@ class Steps:
         return StagedStep(self._number, placed, segment)
 
 
-def noted(found: list[Found], taken: dict[Any, list[tuple[int, int]]]) -> None:
-    for req_id, group, piece in found:
-        rows = torch.zeros(1, piece.num_rows, 1)
-        copy_rows([piece.copy_to(rows, 0)])
-        places = rows[0, :, 0].int().tolist()
-        assert len(places) == piece.num_rows == piece.num_steps > 0
-        taken[req_id, group] += zip(
-            range(piece.start, piece.start + piece.num_rows), places, strict=True
-        )
+def noted(
+    found: Mapping[str, ByGroup], taken: dict[Any, list[tuple[int, int]]]
+) -> None:
+    for req_id, by_group in found.items():
+        for group, pieces in by_group.items():
+            for piece in pieces:
+                rows = torch.zeros(1, piece.num_rows, 1)
+                copy_rows([piece.copy_to(rows, 0)])
+                places = rows[0, :, 0].int().tolist()
+                assert len(places) == piece.num_rows == piece.num_steps > 0
+                stop = piece.start + piece.num_rows
+                taken[req_id, group] += zip(
+                    range(piece.start, stop), places, strict=True
+                )
 
 
 @given(st.data())
 def test_everyone_gets_its_rows_once(data: st.DataObject) -> None:
-    # The requests of all batches, or those of two that alternate.
-    batches = data.draw(st.sampled_from([("abcde",), ("abc", "de")]))
-    steps, chain = Steps(len(batches)), None
+    # The steps of all requests, or of two batches that alternate, between which
+    # requests may move.
+    batches = data.draw(st.sampled_from([1, 2]))
+    steps, buffer = Steps(batches), StepBuffer(STAGING, NAMES)
     taken: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    of_batch: list[dict[str, int]] = [{} for _ in batches]
+    positions = dict.fromkeys(NAMES, 0)
+    of_batch: list[list[str]] = [[] for _ in range(batches)]
     for number in range(data.draw(st.integers(1, 20))):
-        batch = number % len(batches)
-        names, positions = batches[batch], of_batch[batch]
-        here = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
-        if positions and data.draw(st.integers(0, 2)):
-            here = list(positions)  # Usually, all requests continue.
-        positions = {name: positions.get(name, 0) for name in here}
+        here = of_batch[number % batches]
+        if not here or data.draw(st.integers(0, 2)) == 0:  # Usually, all continue.
+            here = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
+            of_batch = [[*{*others} - {*here}] for others in of_batch]
+            of_batch[number % batches] = here
         if data.draw(st.integers(0, 9)) == 0:
             positions[here[0]] = 0
-        step = steps.step(positions)
-        of_batch[batch] = {name: at + 1 for name, at in positions.items()}
-        if chain is not None and chain.follows(step):
-            noted(chain.add(step), taken)
-        else:
-            if chain is not None:
-                noted(chain.take_all(), taken)
-            chain = StepChain(step, MEMORY)
+        buffer.add([steps.step({name: positions[name] for name in here})])
+        positions |= {name: positions[name] + 1 for name in here}
         if data.draw(st.integers(0, 4)) == 0:
-            name = data.draw(st.sampled_from("abcde"))
-            noted(chain.take(name), taken)
-            assert not chain.has_rows_of({name})
-            assert chain.take(name) == []
-    assert chain is not None
-    noted(chain.take_all(), taken)
+            name = data.draw(st.sampled_from(NAMES))
+            noted(buffer.take([name]), taken)
+            assert not buffer.take([name])
+    noted(buffer.take_all(), taken)
     assert taken == steps.rows
-    assert not chain.has_rows_of("abcde")
+    assert not buffer.take_all()
+
+
+def test_batches_that_alternate_have_a_piece_for_each_request() -> None:
+    steps, buffer = Steps(batches=2), StepBuffer(STAGING, NAMES)
+    for number in range(10):
+        buffer.add([steps.step({"a": 5 + number, "b": 30 + number, "c": 20 + number})])
+        buffer.add([steps.step({"d": 7 + number, "e": 90 + number})])
+    for name, by_group in buffer.take_all().items():
+        for (piece,) in by_group.values():
+            assert piece.num_rows == piece.num_steps == 10, name
+            assert piece.step_before == piece.step - 2
 
 
 def test_requests_that_come_and_go_leave_the_others_in_one_piece() -> None:
@@ -128,10 +146,12 @@ def test_a_step_that_is_elsewhere_or_later_does_not_follow() -> None:
     second, third = steps.step({"a": 6}), steps.step({"a": 7})
     assert not chain.follows(third)
     assert chain.follows(second)
-    elsewhere = Segment(second.segment.start + 1, second.segment.num_rows)
-    assert not chain.follows(second._replace(segment=elsewhere))
+    assert not chain.follows(second._replace(segment=first.segment)), "no stride"
     assert not chain.follows(second._replace(places={}))
     true_starts: Any = object()
     assert not chain.follows(second._replace(true_starts=true_starts))
     chain.add(second)
+    elsewhere = Segment(third.segment.start + 1, third.segment.num_rows)
+    assert chain.follows(third)
+    assert not chain.follows(third._replace(segment=elsewhere)), "another stride"
     assert not chain.follows(steps.step({"a": 8, "b": 3})), "another shape"

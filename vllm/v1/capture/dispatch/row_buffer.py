@@ -143,6 +143,8 @@ class Piece(NamedTuple):
 
     None if the rows are in the host ring.
     """
+    step_before: int | None = None
+    """The step of the row before the last one, if there are several steps."""
 
     def continues(self, before: "Piece") -> bool:
         """Whether both have one row per step, and this one continues `before`."""
@@ -219,7 +221,9 @@ class RowBuffer:
                 memory, place = first.page
             before = None
             if num_rows > 1 and last.num_rows == last.num_steps:
-                before = last.step - 1 if last.num_steps > 1 else stretch[-2].step
+                before = last.step_before
+                if before is None:
+                    before = stretch[-2].step
             yield Rows(first.start, num_rows, memory, place, last.step, before)
 
     def _room_for(

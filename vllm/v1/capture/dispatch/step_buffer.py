@@ -5,14 +5,16 @@ While requests start and end, only few consecutive steps have the same layout, a
 distributing rows after every few steps would dominate the cost. Rows therefore wait
 until many steps have accumulated. A request that ends gets its own rows earlier.
 
-Steps of the same shape that are adjacent in memory form a chain. A request that keeps
-its row index has rows at a constant stride in a chain, which are one piece however many
+Steps of a batch that have the same shape, and lie at a constant stride in memory, form
+a chain; those of several pipeline stages' batches alternate. A request that keeps its
+row index has rows at a constant stride in a chain, which are one piece however many
 steps there are. Work is done only when a request gets or loses its row index.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence, Set
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +26,8 @@ from vllm.v1.residual.row_blocks import Block, BlockRow
 from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.residual.step_layout import PlacedStep
 from vllm.v1.residual.step_view import TrueStarts
+
+STEP = attrgetter("step")
 
 Found: TypeAlias = tuple[str, int, Piece]
 """A request, the index of its group, and a piece of its rows."""
@@ -75,7 +79,11 @@ class StepChain:
             memory: the host ring, `[rows, hidden_size]`.
 
         """
-        self._first = self._last = first
+        self._first = self._last = self._before = first
+        self._length = 1
+        """Number of steps."""
+        self._stride = 0
+        """Rows of `memory` between steps; 0 before the second one."""
         self._memory = memory
         self._by_request: list[dict[str, ChainRow]] = [
             {req_id: ChainRow(row, 0) for req_id, row in block.decoding.items()}
@@ -83,17 +91,14 @@ class StepChain:
         ]
         """By block, then by request."""
 
-    @property
-    def _length(self) -> int:
-        return self._last.step - self._first.step + 1
-
     def follows(self, step: StagedStep) -> bool:
-        """Whether a step continues the chain: same shape, and adjacent in memory."""
+        """Whether a step continues the chain: same shape, and at its stride."""
         last, layout = self._last, step.placed.layout
+        stride = step.segment.start - last.segment.start
         return (
-            step.segment.start == last.segment.start + last.segment.num_rows
+            stride > 0
+            and stride == (self._stride or stride)
             and step.placed.shift == last.placed.shift + 1
-            and step.step == last.step + 1
             and not step.stands_alone
             and (layout is last.placed.layout or self._has_shape(layout.blocks))
         )
@@ -122,7 +127,9 @@ class StepChain:
             changed = layout.changed if layout.number == before.number + 1 else None
             for number, block in enumerate(layout.sent):
                 found.extend(self._change(number, block, changed))
-        self._last = step
+        self._stride = step.segment.start - self._last.segment.start
+        self._length += 1
+        self._before, self._last = self._last, step
         return found
 
     def _change(
@@ -175,7 +182,7 @@ class StepChain:
             return
         first, (block_row, since) = self._first, had
         blocks = first.placed.layout.blocks
-        block, rows = blocks[number], first.segment.num_rows
+        block, rows = blocks[number], self._stride
         before = sum([one.num_staged for one in blocks[:number]])
         place = first.segment.start + since * rows + before
         piece = Piece(
@@ -188,6 +195,7 @@ class StepChain:
             block.num_rows * block.each,
             rows,
             block.width or self._memory.shape[1],
+            step_before=self._before.step if length - since > 1 else None,
         )
         self._by_request[number][req_id] = ChainRow(block_row, length)
         yield req_id, block_row.group, piece
@@ -211,8 +219,8 @@ class StepBuffer:
         """
         self._staging = staging
         self._known = known
-        self._chain: StepChain | None = None
-        """The latest steps, if they form a chain."""
+        self._chains: dict[int, StepChain] = {}
+        """The latest steps of each batch, if they form a chain."""
         self._pieces: defaultdict[str, ByGroup] = new_pieces()
         """By request: pieces of earlier steps, and those taken out of the chain."""
         self._segments: deque[tuple[int, Segment]] = deque()
@@ -226,14 +234,17 @@ class StepBuffer:
             self._segments.append((step.step, step.segment))
             if step.placed.layout.num_held:
                 self.held_from = min(self.held_from, step.step)
-            if self._chain is not None and self._chain.follows(step):
-                self.keep(self._chain.add(step))
+            batch = step.placed.layout.batch
+            chain = self._chains.get(batch)
+            if chain is not None and chain.follows(step):
+                self.keep(chain.add(step))
                 continue
-            self._end_chain()
+            if chain is not None:
+                self.keep(self._chains.pop(batch).take_all())
             if step.stands_alone:
                 self.keep(pieces_of(step, self._staging.host_rows))
             else:
-                self._chain = StepChain(step, self._staging.host_rows)
+                self._chains[batch] = StepChain(step, self._staging.host_rows)
 
     def lose(self, staged: Iterable[StagedStep]) -> None:
         """Add steps whose copy failed: only their segments are kept, for release."""
@@ -241,39 +252,37 @@ class StepBuffer:
 
     def take(self, req_ids: Sequence[str]) -> dict[str, ByGroup]:
         """Remove and return the pieces of some requests."""
-        if self._chain is not None:
+        for chain in self._chains.values():
             for req_id in req_ids:
-                self.keep(self._chain.take(req_id))
-        return {
-            req_id: self._pieces.pop(req_id)
-            for req_id in req_ids
-            if req_id in self._pieces
-        }
+                self.keep(chain.take(req_id))
+        return in_order(
+            {
+                req_id: self._pieces.pop(req_id)
+                for req_id in req_ids
+                if req_id in self._pieces
+            }
+        )
 
     def take_all(self) -> dict[str, ByGroup]:
         """Remove and return the pieces of all requests."""
-        self._end_chain()
+        for chain in self._chains.values():
+            self.keep(chain.take_all())
+        self._chains.clear()
         taken, self._pieces = self._pieces, new_pieces()
-        return taken
+        return in_order(taken)
 
     def release(self) -> None:
         """Release segments, unless some still have rows that were not taken.
 
         Those from the first step on that has rows held on the device are kept.
         """
-        if self._pieces or (
-            self._chain is not None and self._chain.has_rows_of(self._known)
-        ):
+        chains = self._chains.values()
+        if self._pieces or any(one.has_rows_of(self._known) for one in chains):
             return
         free = []
         while self._segments and self._segments[0][0] < self.held_from:
             free.append(self._segments.popleft()[1])
         self._staging.ring.release(*free)
-
-    def _end_chain(self) -> None:
-        chain, self._chain = self._chain, None
-        if chain is not None:
-            self.keep(chain.take_all())
 
     def keep(self, found: Iterable[Found]) -> None:
         """Add pieces of known requests."""
@@ -320,6 +329,14 @@ def rows_in(
     ):
         if req_ids is None or req_id in req_ids:
             yield req_id, group, position, num_rows, offset
+
+
+def in_order(pieces: dict[str, ByGroup]) -> dict[str, ByGroup]:
+    """The same, sorted: the steps of a request may be of several batches."""
+    for by_group in pieces.values():
+        for own in by_group.values():
+            own.sort(key=STEP)
+    return pieces
 
 
 def new_pieces() -> defaultdict[str, ByGroup]:
