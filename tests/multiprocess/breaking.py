@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 
-from vllm.v1.readouts.worker import head, worker
+from vllm.v1.readouts.worker import head, pending, worker
 from vllm.v1.readouts.worker.attention import AttentionPatterns
-from vllm.v1.readouts.worker.top_tokens import Best
 
 scores = AttentionPatterns._scores
 PLACES: dict[str, tuple[Any, str]] = {
     "rows": (worker.WorkerReadouts, "_rows"),
     "norm": (head.Head, "normed"),
     "share": (head, "best_of"),
-    "whole": (Best, "joined"),
+    "whole": (pending, "lens_arrays"),
 }
 WHOLE = {name: getattr(*place) for name, place in PLACES.items()}
 

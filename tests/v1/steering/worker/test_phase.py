@@ -62,12 +62,14 @@ def worker(
     width: int = WIDTH,
     dtype: torch.dtype = torch.float32,
     route: Route = Route.OUTPUT,
+    stages: int = 1,
 ) -> WorkerSteering:
     config: Any = SimpleNamespace(
         steering_config=SimpleNamespace(num_rows=11, bank_bytes=0),
         capture_config=SimpleNamespace(takes_actions=False),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
     )
     return WorkerSteering(config, taps, width, dtype, CPU, {}.__getitem__, route)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -52,8 +53,8 @@ def test_positions_decide_between_prefill_and_decode_rows(requests: list) -> Non
     assert (found.tolist(), found.dtype) == (expected, np.int32)
 
 
-def worker() -> tuple[WorkerSteering, ResidualTap]:
-    steering = test_phase.worker([TAP], WIDTH)
+def worker(stages: int = 1) -> tuple[WorkerSteering, ResidualTap]:
+    steering = test_phase.worker([TAP], WIDTH, stages=stages)
     tap = ResidualTap(None, None, None, *steering.tensors(TAP))
     return steering, tap
 
@@ -131,6 +132,28 @@ def test_rows_that_add_nothing_keep_the_sign_of_zero() -> None:
     stream = torch.full((3, WIDTH), -0.0)
     changed, _ = tap(stream, None)
     assert torch.signbit(changed[1:]).all()
+
+
+def test_batches_that_alternate_keep_their_plans() -> None:
+    steering, tap = worker(stages=2)
+    three = np.full(WIDTH, 3, dtype=np.float32)
+    replace = operation(TAP, "replace", three, 1.0, (None, None), False, None)
+    start(steering, "a", 0, tiers(1))
+    start(steering, "b", 1, SteeringTiers(base=pack({}, [replace])))
+    start(steering, "c", 2, tiers(4))
+    steering.update([], [("plain", 3)], None)
+    plans = Mock(wraps=steering._rows_of_requests)
+    steering._rows_of_requests = plans  # type: ignore[method-assign]
+    for position in range(3, 8):
+        both = view(("a", position, 1), ("b", position, 1))
+        others = view(("plain", position, 1), ("c", 40 + position, 1))
+        assert added(steering, tap, both) == [1, 3]
+        assert added(steering, tap, others) == [0, 4]
+    assert plans.call_count == 2
+    steering.stage_global(tiers(10))
+    steering.commit_global(True)
+    others = view(("plain", 8, 1), ("c", 48, 1))
+    assert added(steering, tap, others) == [10, 14]
 
 
 def test_a_batch_that_is_no_step_runs_no_program() -> None:

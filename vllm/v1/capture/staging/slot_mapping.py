@@ -37,6 +37,8 @@ class SlotMapping:
         """The layout that was last written."""
         self._written = 0
         """Only the slots of tokens below this index may differ from -1."""
+        self._kept: dict[int, tuple[Layout, tuple[range, int], torch.Tensor]] = {}
+        """By batch, if several alternate: slots on the device, and of what they are."""
 
     def write(self, layout: Layout, first_row: int, num_tokens: int) -> None:
         """Set the slots for a step.
@@ -64,10 +66,18 @@ class SlotMapping:
         if before is not None and before.columns != columns:
             start = min(columns.start, before.columns.start)
             columns = range(start, max(columns.stop, before.columns.stop))
-        slots = slots_of(layout, columns, max(num_tokens, self._written))
-        async_tensor_h2d(
-            slots, out=self.of_taps[columns.start : columns.stop, : slots.shape[1]]
-        )
+        place = columns, max(num_tokens, self._written)
+        target = self.of_taps[columns.start : columns.stop, : place[1]]
+        if before is None or before.batch == layout.batch:
+            async_tensor_h2d(slots_of(layout, *place), out=target)
+        else:
+            # Each of them has the same layout for many steps. With two pipeline
+            # stages this takes 0.2 ms of a step less, of 2.7, with a profiler.
+            kept = self._kept.get(layout.batch)
+            if kept is None or kept[0] is not layout or kept[1] != place:
+                slots = async_tensor_h2d(slots_of(layout, *place), target.device)
+                kept = self._kept[layout.batch] = layout, place, slots
+            target.copy_(kept[2])
         self._laid, self._written = layout, num_tokens
 
 

@@ -4,7 +4,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.residual.tap import num_streams
 from vllm.model_executor.models.utils import PPMissingLayer
-from vllm.v1.readouts.worker.jobs import Arrays
-from vllm.v1.readouts.worker.top_tokens import Best, best_of
+from vllm.v1.readouts.worker.top_tokens import best_of
 
 NORMS = (
     "norm",
@@ -226,8 +224,8 @@ class Head:
         tokens: tuple[int, ...],
         adapters: Sequence[int] | None = None,
         error: Exception | None = None,
-    ) -> Arrays:
-        """The `top_k` likeliest tokens of each row, and log-probabilities of `tokens`.
+    ) -> torch.Tensor | None:
+        """What `lens_arrays` makes the values of a lens of.
 
         A collective under tensor parallelism: all ranks must call it. Memory for logits
         is limited: rows are taken in batches.
@@ -240,9 +238,7 @@ class Head:
             error: as of `best`.
 
         Returns:
-            `token_ids` int32 and `logprobs` float32 `[R, top_k]` if `top_k`, and
-            `token_logprobs` float32 `[R, len(tokens)]` if there are `tokens`. Empty on
-            a rank that keeps no logits.
+            `[ranks, R, numbers]` float32; None on a rank that keeps no logits.
 
         """
         parts = []
@@ -252,15 +248,14 @@ class Head:
             try:
                 found = self.best(rows[span], top_k, tokens, own, error)
                 if self.keeps_logits:
-                    parts.append(found().values())
+                    parts.append(found())
             except Exception as raised:  # The other ranks would wait with further rows.
                 error = raised
         if error is not None:
             raise error
-        if len(parts) == 1:
-            return parts[0]
-        names = parts[0] if parts else ()
-        return {name: torch.cat([part[name] for part in parts]) for name in names}
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        return torch.cat(parts, dim=1)
 
     def best(
         self,
@@ -269,8 +264,8 @@ class Head:
         tokens: tuple[int, ...],
         adapters: Sequence[int] | None = None,
         error: Exception | None = None,
-    ) -> Callable[[], Best]:
-        """The best of the logits of rows that, of several ranks, only rank 0 has.
+    ) -> Callable[[], torch.Tensor]:
+        """What `best_of` finds in the logits of rows, which only rank 0 need have.
 
         A rank that fails takes part all the same: its share of the logits is NaN, which
         makes all log-probabilities of these rows NaN, and that an error of the readout.
@@ -285,35 +280,36 @@ class Head:
             error: why this rank has no rows, to be raised.
 
         Returns:
-            Computes what is left to rank 0, on any stream.
+            Computes what is left to rank 0, on any stream: `[ranks, n, numbers]`.
 
         """
         if self._received is None:
             if error is not None:
                 raise error
             logits: Any = self.logits(rows, adapters)
-            return partial(best_of, logits, top_k, tokens)
+            return lambda: best_of(logits, top_k, tokens)[None]
         sent = self._received[: len(rows)]
         if self.keeps_logits and error is None:
             sent = rows
         _broadcast(sent)
         shard = self._shard
         if shard is None or top_k > shard.least:
-            logits = self._gathered(sent, adapters, error)
-            return partial(best_of, logits, top_k, tokens)
+            whole: Any = self._gathered(sent, adapters, error)
+            return lambda: best_of(whole, top_k, tokens)[None]
         try:
             if error is not None:
                 raise error
             own = shard.logits(self._normed(sent))
-            packed = best_of(own, top_k, tokens, shard.first).packed()
+            best = best_of(own, top_k, tokens, shard.first)
         except Exception as raised:
             error = raised
             width = 2 * top_k + len(tokens) + 1
-            packed = sent.new_full((len(sent), width), math.nan, dtype=torch.float32)
-        of_ranks = get_tp_group().all_gather(packed, dim=0)
+            best = sent.new_full((len(sent), width), math.nan, dtype=torch.float32)
+        of_ranks = get_tp_group().all_gather(best, dim=0)
         if error is not None:
             raise error
-        return partial(Best.joined, of_ranks.unflatten(0, (-1, len(sent))), top_k)
+        parted = of_ranks.unflatten(0, (-1, len(sent)))
+        return lambda: parted
 
     def _gathered(
         self,

@@ -9,7 +9,7 @@ of entries if rows are reduced.
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from vllm.v1.readouts.worker.head import Head
 from vllm.v1.readouts.worker.jobs import Arrays, Indices, Job, ReadingRequest
 from vllm.v1.readouts.worker.pending import JobResult
 from vllm.v1.readouts.worker.sae import sae_values
-from vllm.v1.readouts.worker.top_tokens import Best
+from vllm.v1.readouts.worker.top_tokens import BEST
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import Probe, Readout, RowPart
 from vllm.v1.residual.sae import SparseAutoencoder
@@ -59,9 +59,7 @@ class Operations:
         self._device = device
         self._custom = CustomReadouts(vllm_config)
 
-    def lens_of_ranks(
-        self, job: Job, rows: torch.Tensor | str
-    ) -> Callable[[], Best] | Arrays:
+    def lens_of_ranks(self, job: Job, rows: torch.Tensor | str) -> Callable[[], Any]:
         """What tensor-parallel ranks compute together of a lens. A collective.
 
         Args:
@@ -70,8 +68,7 @@ class Operations:
                 only the number counts on other ranks.
 
         Returns:
-            Computes what is left to rank 0; or the result itself, if the logits are
-            too many to be kept.
+            Computes what is left to rank 0, as of `Head.best`.
 
         Raises:
             Exception: a rank has failed.
@@ -90,13 +87,14 @@ class Operations:
             except Exception as raised:
                 error = raised
         if count > self._head.rows_at_once:
-            return self._head.lens_values(own, top_k, tokens, adapters, error)
+            best = self._head.lens_values(own, top_k, tokens, adapters, error)
+            return lambda: best
         return self._head.best(own, top_k, tokens, adapters, error)
 
     def compute(
-        self, job: Job, rows: torch.Tensor | Callable[[], Best], result: JobResult
+        self, job: Job, rows: torch.Tensor | Callable[[], Any], result: JobResult
     ) -> Arrays:
-        """The arrays of a job's result.
+        """The arrays of a job's result; of a lens what becomes them on the host.
 
         Args:
             job: not one that reduces rows.
@@ -106,7 +104,7 @@ class Operations:
 
         """
         if not isinstance(rows, torch.Tensor):
-            return rows().values()
+            return {BEST: rows()}
         match job.key:
             case ("probe", ProbeModule() as module):
                 return probe_values(module, rows)
@@ -121,7 +119,9 @@ class Operations:
                 if translator is not None:
                     rows = translated(job, rows, translator)
                 adapters = self._adapters(job) if self._head.has_adapters else None
-                return self._head.lens_values(rows, top_k, tokens, adapters)
+                best = self._head.lens_values(rows, top_k, tokens, adapters)
+                assert best is not None, "one rank alone keeps its logits"
+                return {BEST: best}
             case ("sae", SparseAutoencoder() as sae, top_k, features):
                 return sae_values(sae, rows, top_k, features)
             case ("attribution", Directions() as directions):

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from vllm.logger import init_logger
 from vllm.v1.readouts.firing import COMPARED, values_of
 from vllm.v1.readouts.worker.jobs import Entry
+from vllm.v1.readouts.worker.top_tokens import BEST, lens_arrays
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     MAX_PACKED,
     Array,
@@ -25,6 +28,8 @@ from vllm.v1.residual.readout_plan import (
 )
 from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.residual.tap import Tap
+
+logger = init_logger(__name__)
 
 LENS_FAILED = (
     "the logits are not numbers: the stream overflowed, or another tensor-parallel "
@@ -77,8 +82,8 @@ class PendingReadouts:
             self.done.synchronize()
         self.kept.clear()
         for result in self.results:
-            if result.entries and result.entries[0].readout.kind == "lens":
-                _find_failures(result)
+            if BEST in result.arrays:
+                _open_lens(result)
         found = self._by_request()
         self._tell()
         return found
@@ -149,15 +154,21 @@ def _merged(taps: Sequence[Tap], pieces: Sequence[_Piece]) -> list[ReadoutPart]:
     ]
 
 
-def _find_failures(result: JobResult) -> None:
-    """Let NaN be an error of a lens: no number is the log-probability of its token."""
-    failed = np.zeros(0, dtype=bool)
-    for array in result.arrays.values():
-        if array.is_floating_point() and array.isnan().any():
-            failed = array.isnan().flatten(1).any(1).numpy()
-    if not failed.any():
+def _open_lens(result: JobResult) -> None:
+    """Compute the arrays of a lens; NaN is an error.
+
+    No number is the log-probability of its token.
+    """
+    best = result.arrays.pop(BEST).numpy()
+    try:
+        arrays = lens_arrays(best, result.entries[0].readout.top_k)
+    except Exception as error:
+        logger.exception("Readouts of the kind 'lens' failed")
+        result.errors = dict.fromkeys(range(len(result.entries)), described(error))
         return
-    for number, entry in enumerate(result.entries):
+    result.arrays = {name: torch.from_numpy(one) for name, one in arrays.items()}
+    failed = np.isnan(best[..., -1]).any(axis=0)
+    for number, entry in enumerate(result.entries if failed.any() else ()):
         if failed[entry.first : entry.first + entry.num_rows].any():
             result.errors[number] = LENS_FAILED
 

@@ -54,7 +54,6 @@ from vllm.v1.readouts.worker.stages import (
     Stages,
     make_joined_set,
 )
-from vllm.v1.readouts.worker.top_tokens import Best
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     Fired,
@@ -79,7 +78,7 @@ SHARED = ("lens", "attention")
 
 RowsOfJob: TypeAlias = tuple[Job, torch.Tensor | None]
 """A job with its rows `[R, hidden_size]`; None on ranks that have no rows."""
-Work: TypeAlias = tuple[Job, torch.Tensor | Callable[[], Best] | Arrays | str]
+Work: TypeAlias = tuple[Job, torch.Tensor | Callable[[], Any] | Arrays | str]
 """A job with its rows `[R, hidden_size]`, or what was computed of them in line: what is
 left of a lens, or the result; or the text of an error."""
 
@@ -231,11 +230,9 @@ class WorkerReadouts:
         )
         if self._stages.is_last and len(self._stages.starts) > 1:
             self._joined[req_id] = joined
-            self._split[req_id] = {
-                one.name: one.taps
-                for one in plan.readouts
-                if len(self._stages.parts(one)) > 1
-            }
+            parted = [one for one in plan.readouts if len(self._stages.parts(one)) > 1]
+            if parted:
+                self._split[req_id] = {one.name: one.taps for one in parted}
 
     def remove(self, req_id: str) -> None:
         """Drop a finished request."""
@@ -545,8 +542,8 @@ class WorkerReadouts:
         return part_of(rows, job.part)
 
     def _of_ranks(
-        self, job: Job, rows: torch.Tensor | Callable[[], Best] | Arrays | str
-    ) -> torch.Tensor | Callable[[], Best] | Arrays | str:
+        self, job: Job, rows: torch.Tensor | Callable[[], Any] | Arrays | str
+    ) -> torch.Tensor | Callable[[], Any] | Arrays | str:
         """What tensor-parallel ranks compute together of a job."""
         if job.key[0] != "lens" or self.head.refusal:
             return rows

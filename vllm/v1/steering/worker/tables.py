@@ -48,26 +48,27 @@ class TokenRows:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.index = torch.full((size,), ZERO_ROW, dtype=torch.int32, device=device)
-        self._rows: npt.NDArray[np.int32] | None = None
+        self.rows: npt.NDArray[np.int32] | None = None
+        """The plan."""
         self._written = 0
         self._unchanged = True
         """Whether the memory already holds the plan."""
 
     def plan(self, rows: npt.NDArray[np.int32] | None) -> None:
         """Set the rows of the next step; None: no token is steered."""
-        self._rows = rows
+        self.rows = rows
         self._unchanged = rows is None and not self._written
 
     def write(self) -> None:
         """Write the plan, unless the memory holds it already."""
         if self._unchanged:
             return
-        num_tokens = 0 if self._rows is None else len(self._rows)
+        num_tokens = 0 if self.rows is None else len(self.rows)
         before, self._written = self._written, max(self._written, num_tokens)
         if before > num_tokens:
             self.index[num_tokens:before].fill_(ZERO_ROW)
-        if self._rows is not None:
-            async_tensor_h2d(self._rows, out=self.index[:num_tokens])
+        if self.rows is not None:
+            async_tensor_h2d(self.rows, out=self.index[:num_tokens])
         self._written = num_tokens
         self._unchanged = True
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering in one worker process, as the runner's adapter calls it."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import lt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,20 @@ logger = init_logger(__name__)
 
 PADDING = 64
 """Extra rows for padding beyond the largest batch."""
+
+
+class DecodePlan(NamedTuple):
+    """The plan of a step that the next ones of its batch can use again."""
+
+    decoding: Decoding
+    vectors: npt.NDArray[np.int32] | None  # [T]
+    """The row of the vector tables for each token; None if no token has any."""
+    programs: npt.NDArray[np.int32] | None  # [T]
+    """The row of the program index, likewise."""
+    launches: frozenset[int]
+    """The ops that must launch."""
+    decides: bool
+    """Whether it decides conditions."""
 
 
 class WorkerSteering:
@@ -110,8 +125,12 @@ class WorkerSteering:
         self._launches: frozenset[int] = frozenset()
         self._decides = False
         """Whether the planned step decides conditions."""
-        self._decoding: Decoding | None = None
-        """The last step, if the next may reuse its plan."""
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        # The batches of pipeline stages alternate.
+        self._plans: deque[DecodePlan] = deque(maxlen=stages)
+        """Those of the last steps that the next may reuse."""
+        self._plan: DecodePlan | None = None
+        """The one that the pass reads, if it is one of them."""
         tables = {tap: self.tables.at(tap) for tap in taps}
         self.addresses = {
             tap: table.data_ptr() for tap, table in tables.items() if table is not None
@@ -196,7 +215,7 @@ class WorkerSteering:
         self._prompt_lengths.update(new)
         if step is None:
             return {}
-        self._decoding = None
+        self._plans.clear()
         for slot, tiers in step.loads:
             self._load(slot, tiers)
         failed = {
@@ -233,8 +252,9 @@ class WorkerSteering:
         """Assign a row to each token; returns the ops that must launch."""
         if self.is_idle:
             return self.plan_nothing()
-        if self._decoding is not None and self._decoding.continues(view):
-            return self._launches
+        for plan in self._plans:
+            if plan.decoding.continues(view):
+                return self._repeated(plan)
         self.plan_nothing()
         pairs = self._rows_of_requests(view.req_ids)
         lengths = [self._prompt_lengths.get(req_id, 0) for req_id in view.req_ids]
@@ -251,7 +271,28 @@ class WorkerSteering:
                 lasts = self._plan_phases(phases, view, pairs, lengths, rows)
         if lasts and view.only_decodes:
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
-            self._decoding = None if of_prompts else Decoding(view)
+            if not of_prompts:
+                self._keep_plan(view)
+        return self._launches
+
+    def _keep_plan(self, view: StepView) -> None:
+        self._plan = DecodePlan(
+            Decoding(view),
+            self._vectors_of.rows,
+            self._programs_of.rows,
+            self._launches,
+            self._decides,
+        )
+        self._plans.append(self._plan)
+
+    def _repeated(self, plan: "DecodePlan") -> frozenset[int]:
+        """Use a plan again, which another batch's may have replaced."""
+        if plan is not self._plan:
+            self.plan_nothing()
+            self._plan = plan
+            self._vectors_of.plan(plan.vectors)
+            self._programs_of.plan(plan.programs)
+            self._launches, self._decides = plan.launches, plan.decides
         return self._launches
 
     def _plan_phases(
@@ -280,7 +321,7 @@ class WorkerSteering:
         if crossings:
             self._stages.plan(rows, crossings)
         self._decides = any(phase.decides for phase in phases.values())
-        again = self._held.is_used or self.doses.is_used
+        again = self._held.is_used or self.doses.is_used or crossings
         return not again and not any(map(self._acts_later, requests))
 
     def plan_nothing(self) -> frozenset[int]:
@@ -291,7 +332,7 @@ class WorkerSteering:
         self._decides = False
         self._vectors_of.plan(None)
         self._programs_of.plan(None)
-        self._decoding = None
+        self._plan = None
         self._launches = frozenset()
         return self._launches
 
@@ -426,7 +467,7 @@ class WorkerSteering:
         staged, self._staged = self._staged, None
         if keep:
             assert staged is not None, "no change of the global vectors is staged"
-            self._decoding = None
+            self._plans.clear()
             if staged[0].conditions != self.tables.tiers.conditions:
                 self._held.forget_engines()
             self._tiers = self._staged_tiers
@@ -443,7 +484,7 @@ class WorkerSteering:
         before = self.dynamic.tier
         if not self.dynamic.apply(actions):
             return
-        self._decoding = None
+        self._plans.clear()
         try:
             tiers = self._with_dynamic(self._tiers)
             if tiers.digest != self.tables.tiers.digest:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.readouts.worker.top_tokens import top_tokens
+from vllm.v1.readouts.worker.top_tokens import lens_arrays, top_tokens
 
 pytestmark = [
     pytest.mark.usefixtures("no_engine"),
@@ -30,8 +30,11 @@ def test_tokens_and_log_probabilities_are_those_of_pytorch(
     rows[4, [3, 9]] = 1.0
     logits = rows.to(DEVICE, dtype)[:, :vocabulary]  # The head pads its rows.
     asked = torch.tensor([0, vocabulary - 1, 5], device=DEVICE)
-    best = top_tokens(logits, top_k, asked)
-    found, logprobs, of_asked = best.values().values()
+    best = top_tokens(logits, top_k, asked, first=1000)[None].cpu().numpy()
+    arrays = [torch.from_numpy(one) for one in lens_arrays(best, top_k).values()]
+    found, logprobs, of_asked = (one.to(DEVICE) for one in arrays)
+    assert found.shape == (6, top_k)
+    found = found - 1000
     ordered = logits.float().nan_to_num(nan=1e9, neginf=-1e9)
     ordered = ordered.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     assert torch.equal(found.long(), ordered)
@@ -45,14 +48,14 @@ def test_tokens_and_log_probabilities_are_those_of_pytorch(
 def test_nothing_is_asked_of_rows() -> None:
     logits = torch.randn(3, 40, device=DEVICE)
     nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    found = top_tokens(logits, 2, nothing)
-    assert found.ids.shape == found.logits.shape == (3, 2)
-    assert found.of_tokens.shape == (3, 0)
-    found = top_tokens(logits[:0], 0, torch.tensor([1], device=DEVICE))
-    assert found.ids.shape == (0, 0) and found.of_tokens.shape == (0, 1)
+    assert top_tokens(logits, 2, nothing).shape == (3, 5)
+    absent = torch.tensor([-1, 4], device=DEVICE)
+    gone, asked, _ = top_tokens(logits[:1], 0, absent)[0].tolist()
+    assert gone == -torch.inf and asked == logits[0, 4].item()
+    assert top_tokens(logits[:0], 0, absent).shape == (0, 3)
 
 
 def test_a_shard_without_a_number_counts_as_nothing() -> None:
     logits = torch.full((1, 40), -torch.inf, device=DEVICE)
     nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    assert top_tokens(logits, 1, nothing).log_sums.item() == -torch.inf
+    assert top_tokens(logits, 1, nothing)[0, -1].item() == -torch.inf
