@@ -15,7 +15,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.firing import kept_spans
 from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.readouts.worker.jobs import Entry, no_rows
-from vllm.v1.readouts.worker.pending import JobResult, PendingReadouts
+from vllm.v1.readouts.worker.pending import LENS_FAILED, JobResult, PendingReadouts
+from vllm.v1.readouts.worker.top_tokens import BEST, best_of
 from vllm.v1.residual.readout_plan import (
     KeepWhen,
     Kind,
@@ -100,6 +101,27 @@ def test_each_request_gets_the_values_of_its_rows(
                 assert part.arrays[name].dtype == expected.dtype
                 assert part.arrays[name].shape == expected.shape
                 assert (part.arrays[name] == expected).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_without_numbers_are_errors_of_their_requests(ranks: int) -> None:
+    logits = torch.randn(5, 40)
+    logits[1], logits[2, 7], logits[3, 39] = -torch.inf, torch.inf, torch.nan
+    size = 40 // ranks
+    parts = [best_of(logits[:, i : i + size], 2, (3,), i) for i in range(0, 40, size)]
+    lens = Readout("lens", "lens", ((0, "post_block"),), (), top_k=2, tokens=(3,))
+    entries = [Entry(f"{i}", lens, 9, 1, i, no_rows(1, 1)) for i in range(5)]
+    result = JobResult(entries, 0, {BEST: torch.stack(parts)})
+    step = PendingReadouts([result], dict.fromkeys("01234", 9)).collect()
+    for number in range(5):
+        found = step.get(f"{number}")
+        assert found is not None
+        (part,) = found.parts
+        assert part.error == (LENS_FAILED if number in (1, 2, 3) else "")
+        if not part.error:
+            part.unpack()
+            best = logits[number].argmax().item()
+            assert part.arrays["token_ids"][0, 0, 0] == best
 
 
 READ: dict[str, tuple[Kind, dict[str, Any], list[int]]] = {

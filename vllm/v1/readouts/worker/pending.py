@@ -167,7 +167,8 @@ def _open_lens(result: JobResult) -> None:
         result.errors = dict.fromkeys(range(len(result.entries)), described(error))
         return
     result.arrays = {name: torch.from_numpy(one) for name, one in arrays.items()}
-    failed = np.isnan(best[..., -1]).any(axis=0)
+    missing = [np.isnan(one).any(1) for one in arrays.values() if one.dtype.kind == "f"]
+    failed = np.any(missing, axis=0)
     for number, entry in enumerate(result.entries if failed.any() else ()):
         if failed[entry.first : entry.first + entry.num_rows].any():
             result.errors[number] = LENS_FAILED
