@@ -44,6 +44,7 @@ def worker(layers: range) -> FaultyWorker:
         capture_config=SimpleNamespace(takes_actions=False),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=16),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
     taps = [(layer, hook) for layer in layers for hook in POINTS]
     device = torch.device("cpu")

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -199,11 +200,13 @@ def _token_rows(
 ) -> dict[str, list[TokenRow]]:
     """By request: where the values of single tokens are in rows of `size` bytes."""
     found: dict[str, list[TokenRow]] = {}
+    one_tap = entries[0].readout.kind in ONE_TAP
+    form_of = cache(lambda taps: packed_form((1,) if one_tap else (1, taps), arrays))
     for entry in entries:
         if entry.count == 1:
             readout, first = entry.readout, entry.first
             taps = len(readout.taps)
-            form = packed_form((1,) if readout.kind in ONE_TAP else (1, taps), arrays)
+            form = form_of(taps)
             until = (first + taps) * size  # Only the taps that it reads.
             row = TokenRow(readout.name, form, entry.start, first * size, until)
             found.setdefault(entry.req_id, []).append(row)
