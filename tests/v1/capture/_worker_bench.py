@@ -90,7 +90,9 @@ class Bench:
             ),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
             model_config=SimpleNamespace(served_model_name="tiny", model="tiny"),
-            parallel_config=SimpleNamespace(data_parallel_index=0),
+            parallel_config=SimpleNamespace(
+                data_parallel_index=0, pipeline_parallel_size=1
+            ),
             speculative_config=None,
             use_v2_model_runner=False,
         )

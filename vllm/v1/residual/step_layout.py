@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.residual.row_blocks import (
     Block,
@@ -24,6 +24,9 @@ from vllm.v1.residual.row_blocks import (
 )
 from vllm.v1.residual.spans import OPEN_END, contains
 from vllm.v1.residual.step_view import Decoding, StepView
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,12 @@ class PlacedStep(NamedTuple):
     layout: Layout
     shift: int
     """The number of the batch's step: a row's position is its origin plus this."""
+
+
+def num_alternating(vllm_config: "VllmConfig") -> int:
+    """How many batches may alternate: with one pipeline stage there is one batch."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    return vllm_config.max_concurrent_batches if stages > 1 else 1
 
 
 LAYOUTS = 1 << 40

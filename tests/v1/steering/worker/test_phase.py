@@ -70,6 +70,7 @@ def worker(
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        max_concurrent_batches=stages,
     )
     return WorkerSteering(config, taps, width, dtype, CPU, {}.__getitem__, route)
 

@@ -47,7 +47,7 @@ from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CaptureEnd, CapturePlan
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.row_blocks import LocalGroup, local_groups
-from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout
+from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout, num_alternating
 from vllm.v1.residual.step_view import StepView, TrueStarts
 from vllm.v1.residual.tap import NO_SHAPES, Shapes, Tap, other_widths
 
@@ -143,10 +143,8 @@ class WorkerCapture:
             self._columns[tap]: size
             for tap, size in other_widths(shapes, taps, width).items()
         }
-        batches = vllm_config.max_concurrent_batches if stage.pipeline_size > 1 else 1
-        self._placement = StepLayout(
-            list(self.addresses.values()), step_rows, widths, batches
-        )
+        batches, addresses = num_alternating(vllm_config), [*self.addresses.values()]
+        self._placement = StepLayout(addresses, step_rows, widths, batches)
         if widths and encoder is not None:
             raise ValueError(
                 f"hook_points={config.optional_points}: a consumer encodes rows on the "

@@ -64,7 +64,7 @@ from vllm.v1.residual.readout_plan import (
 )
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.residual.step_layout import PlacedStep
+from vllm.v1.residual.step_layout import PlacedStep, num_alternating
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Tap
 
@@ -144,8 +144,7 @@ class WorkerReadouts:
         self._operations = Operations(
             vllm_config, self.head, self._attribution, self._requests, device
         )
-        # Batches of pipeline stages alternate.
-        most = vllm_config.max_concurrent_batches if len(self._stages.starts) > 1 else 1
+        most = num_alternating(vllm_config)
         self._job_sets: deque[JobSet] = deque(maxlen=most)
         self._joined_sets: deque[JoinedSet] = deque(maxlen=most)
         self._job_set: JobSet | None = None

@@ -14,6 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.steering_actions import Action
+from vllm.v1.residual.step_layout import num_alternating
 from vllm.v1.residual.step_view import Decoding, StepView
 from vllm.v1.residual.tap import NO_SHAPES, Shapes, Tap
 from vllm.v1.steering.conditions import MAX_CONDITIONS
@@ -125,9 +126,7 @@ class WorkerSteering:
         self._launches: frozenset[int] = frozenset()
         self._decides = False
         """Whether the planned step decides conditions."""
-        stages = vllm_config.parallel_config.pipeline_parallel_size
-        # The batches of pipeline stages alternate.
-        self._plans: deque[DecodePlan] = deque(maxlen=stages)
+        self._plans: deque[DecodePlan] = deque(maxlen=num_alternating(vllm_config))
         """Those of the last steps that the next may reuse."""
         self._plan: DecodePlan | None = None
         """The one that the pass reads, if it is one of them."""
@@ -272,18 +271,11 @@ class WorkerSteering:
         if lasts and view.only_decodes:
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             if not of_prompts:
-                self._keep_plan(view)
+                planned = self._vectors_of.rows, self._programs_of.rows
+                state = self._launches, self._decides
+                self._plan = DecodePlan(Decoding(view), *planned, *state)
+                self._plans.append(self._plan)
         return self._launches
-
-    def _keep_plan(self, view: StepView) -> None:
-        self._plan = DecodePlan(
-            Decoding(view),
-            self._vectors_of.rows,
-            self._programs_of.rows,
-            self._launches,
-            self._decides,
-        )
-        self._plans.append(self._plan)
 
     def _repeated(self, plan: "DecodePlan") -> frozenset[int]:
         """Use a plan again, which another batch's may have replaced."""
