@@ -207,6 +207,7 @@ def test_rows_around_tokens_that_fire(
         if kept:
             engine.check(output, kept, tolerance=BF16)
     assert 0 in counts and any(counts), counts
+    check_readouts(engine, prompts[:4])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.readouts.core.scheduler import ReadoutScheduling, take_parts
@@ -171,6 +172,7 @@ def configuration(stages: int) -> Any:
         lora_config=None,
         max_concurrent_batches=stages,
         speculative_config=None,
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
     )
 
 

@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.residual.tap import num_streams
 from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.readouts.worker.lens_graphs import MOST_ROWS, Compute, LensGraphs
 from vllm.v1.readouts.worker.top_tokens import best_of
 
 NORMS = (
@@ -155,6 +156,7 @@ class Head:
         rows: torch.Tensor,
         has_adapters: bool = False,
         shared: bool = False,
+        records: bool = False,
     ) -> None:
         """Find the final norm.
 
@@ -166,12 +168,14 @@ class Head:
             rows: `[0, hidden_size]`, of the dtype and on the device of the stream.
             has_adapters: whether the engine may load LoRA adapters.
             shared: whether several tensor-parallel ranks have the head.
+            records: whether CUDA graphs may be recorded.
 
         """
         self.has_adapters = has_adapters
         # Equal on all ranks, which must call `compute_logits` equally often.
         held = LOGIT_BYTES if rows.is_cuda else CPU_LOGIT_BYTES
         self.rows_at_once = max(held // (4 * vocab_size), 1)
+        self._computed: Compute = self._own_best
         self.refusal = ""
         """Why a lens is not possible; empty if it is."""
         self.keeps_logits = True
@@ -179,16 +183,19 @@ class Head:
         self._model: Any = model
         self.norm: Any = None
         self.divisor = 1.0
-        self._received: torch.Tensor | None = None
-        """With several ranks: memory for rows of rank 0, which cannot be missing then.
+        self._shared = shared
+        self._received = rows
+        """With several ranks or graphs: memory for rows, which cannot be missing then.
         """
         self._shard: Shard | None = None
         """With several ranks: this one's part of the vocabulary, if it can be used."""
         if last_layer is None:
             self.refusal = ELSEWHERE
             return
-        if shared:
-            self._received = rows.new_empty(self.rows_at_once, rows.shape[1])
+        records &= rows.is_cuda and not has_adapters
+        if shared or records:
+            held = self.rows_at_once if shared else min(MOST_ROWS, self.rows_at_once)
+            self._received = rows.new_empty(held, rows.shape[1])
         self._processors: list[Any] = [
             one for one in model.modules() if isinstance(one, LogitsProcessor)
         ]
@@ -216,6 +223,9 @@ class Head:
                 self.divisor = float(getattr(module, "scale_width", self.divisor))
             if shared and not has_adapters:
                 self._shard = Shard.of(model, self._processors, self._unadapted, rows)
+            if records:
+                read = self._received[:MOST_ROWS]
+                self._computed = LensGraphs(self._own_best, read)
 
     def lens_values(
         self,
@@ -230,12 +240,16 @@ class Head:
         A collective under tensor parallelism: all ranks must call it. Memory for logits
         is limited: rows are taken in batches.
 
+        A rank that fails takes part all the same: its share of the logits is NaN, which
+        makes all log-probabilities of these rows NaN, and that an error of the readout.
+        To agree on errors first, the ranks' hosts would have to meet in each such step.
+
         Args:
-            rows: `[R, hidden_size]`.
+            rows: `[R, hidden_size]`; only the number counts on ranks that have none.
             top_k: number of tokens.
             tokens: ids below the vocabulary's size.
             adapters: the number of each row's adapter; None if there are none.
-            error: as of `best`.
+            error: why this rank has no rows, to be raised.
 
         Returns:
             `[ranks, R, numbers]` float32; None on a rank that keeps no logits.
@@ -246,9 +260,9 @@ class Head:
             span = slice(start, start + self.rows_at_once)
             own = adapters and adapters[span]
             try:
-                found = self.best(rows[span], top_k, tokens, own, error)
-                if self.keeps_logits:
-                    parts.append(found())
+                found = self._best(rows[span], top_k, tokens, own, error)
+                if found is not None:
+                    parts.append(found)
             except Exception as raised:  # The other ranks would wait with further rows.
                 error = raised
         if error is not None:
@@ -257,59 +271,57 @@ class Head:
             return parts[0] if parts else None
         return torch.cat(parts, dim=1)
 
-    def best(
+    def _best(
         self,
         rows: torch.Tensor,
         top_k: int,
         tokens: tuple[int, ...],
-        adapters: Sequence[int] | None = None,
-        error: Exception | None = None,
-    ) -> Callable[[], torch.Tensor]:
-        """What `best_of` finds in the logits of rows, which only rank 0 need have.
-
-        A rank that fails takes part all the same: its share of the logits is NaN, which
-        makes all log-probabilities of these rows NaN, and that an error of the readout.
-        To agree on errors first, the ranks' hosts would have to meet in each such step.
-
-        Args:
-            rows: `[n, hidden_size]`, `n` at most `rows_at_once`; only the number counts
-                on ranks that have none.
-            top_k: number of tokens.
-            tokens: ids below the vocabulary's size.
-            adapters: as of `logits`.
-            error: why this rank has no rows, to be raised.
-
-        Returns:
-            Computes what is left to rank 0, on any stream: `[ranks, n, numbers]`.
-
-        """
-        if self._received is None:
+        adapters: Sequence[int] | None,
+        error: Exception | None,
+    ) -> torch.Tensor | None:
+        """As `lens_values`, of at most `rows_at_once` rows."""
+        if not self._shared:
             if error is not None:
                 raise error
-            logits: Any = self.logits(rows, adapters)
-            return lambda: best_of(logits, top_k, tokens)[None]
+            if self.has_adapters:
+                own: Any = self.logits(rows, adapters)
+                return best_of(own, top_k, tokens)[None]
+            return self._computed(rows, top_k, tokens)
         sent = self._received[: len(rows)]
-        if self.keeps_logits and error is None:
+        if error is not None and self.keeps_logits:
+            sent.fill_(math.nan)
+        elif self.keeps_logits:
             sent = rows
-        _broadcast(sent)
-        shard = self._shard
-        if shard is None or top_k > shard.least:
-            whole: Any = self._gathered(sent, adapters, error)
-            return lambda: best_of(whole, top_k, tokens)[None]
-        try:
+        if self._shard is not None and top_k <= self._shard.least:
+            best = self._computed(sent, top_k, tokens)
             if error is not None:
                 raise error
-            own = shard.logits(self._normed(sent))
+            return best if self.keeps_logits else None
+        _broadcast(sent)
+        whole = self._gathered(sent, adapters, error)
+        return None if whole is None else best_of(whole, top_k, tokens)[None]
+
+    def _own_best(
+        self, rows: torch.Tensor, top_k: int, tokens: tuple[int, ...]
+    ) -> torch.Tensor:
+        """What `best_of` finds in the logits of each rank: `[ranks, n, numbers]`."""
+        shard = self._shard
+        if shard is None:
+            whole: Any = self.logits(rows)
+            return best_of(whole, top_k, tokens)[None]
+        _broadcast(rows)
+        error = None
+        try:
+            own = shard.logits(self._normed(rows))
             best = best_of(own, top_k, tokens, shard.first)
         except Exception as raised:
             error = raised
             width = 2 * top_k + len(tokens) + 1
-            best = sent.new_full((len(sent), width), math.nan, dtype=torch.float32)
+            best = rows.new_full((len(rows), width), math.nan, dtype=torch.float32)
         of_ranks = get_tp_group().all_gather(best, dim=0)
         if error is not None:
             raise error
-        parted = of_ranks.unflatten(0, (-1, len(sent)))
-        return lambda: parted
+        return of_ranks.unflatten(0, (-1, len(rows)))
 
     def _gathered(
         self,
@@ -339,9 +351,7 @@ class Head:
 
     def no_rows(self, count: int) -> torch.Tensor:
         """What stands for rows that this rank does not have, without memory."""
-        assert self._received is not None, (
-            "rows are missing though only one rank has them"
-        )
+        assert self._shared, "rows are missing though only one rank has them"
         return self._received[:1].expand(count, -1)
 
     @contextmanager

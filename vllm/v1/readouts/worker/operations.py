@@ -6,10 +6,10 @@ rows of a token's taps are adjacent. The first dimension of a result is R, or th
 of entries if rows are reduced.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -59,8 +59,8 @@ class Operations:
         self._device = device
         self._custom = CustomReadouts(vllm_config)
 
-    def lens_of_ranks(self, job: Job, rows: torch.Tensor | str) -> Callable[[], Any]:
-        """What tensor-parallel ranks compute together of a lens. A collective.
+    def lens_of_ranks(self, job: Job, rows: torch.Tensor | str) -> Arrays:
+        """The arrays of a lens of tensor-parallel ranks, as of `compute`. A collective.
 
         Args:
             job: of the lens; one that no rank refuses.
@@ -68,10 +68,10 @@ class Operations:
                 only the number counts on other ranks.
 
         Returns:
-            Computes what is left to rank 0, as of `Head.best`.
+            None but on rank 0.
 
         Raises:
-            Exception: a rank has failed.
+            Exception: this rank has failed.
 
         """
         _, top_k, tokens, translator = job.key
@@ -86,25 +86,18 @@ class Operations:
                 own = rows if translator is None else translated(job, rows, translator)
             except Exception as raised:
                 error = raised
-        if count > self._head.rows_at_once:
-            best = self._head.lens_values(own, top_k, tokens, adapters, error)
-            return lambda: best
-        return self._head.best(own, top_k, tokens, adapters, error)
+        best = self._head.lens_values(own, top_k, tokens, adapters, error)
+        return {} if best is None else {BEST: best}
 
-    def compute(
-        self, job: Job, rows: torch.Tensor | Callable[[], Any], result: JobResult
-    ) -> Arrays:
+    def compute(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
         """The arrays of a job's result; of a lens what becomes them on the host.
 
         Args:
             job: not one that reduces rows.
-            rows: `[R, width]`, what is read of each row; or what `lens_of_ranks`
-                returned.
+            rows: `[R, width]`, what is read of each row.
             result: gets the errors of entries.
 
         """
-        if not isinstance(rows, torch.Tensor):
-            return {BEST: rows()}
         match job.key:
             case ("probe", ProbeModule() as module):
                 return probe_values(module, rows)

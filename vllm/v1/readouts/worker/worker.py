@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tensor_model_parallel_rank,
@@ -78,9 +79,9 @@ SHARED = ("lens", "attention")
 
 RowsOfJob: TypeAlias = tuple[Job, torch.Tensor | None]
 """A job with its rows `[R, hidden_size]`; None on ranks that have no rows."""
-Work: TypeAlias = tuple[Job, torch.Tensor | Callable[[], Any] | Arrays | str]
-"""A job with its rows `[R, hidden_size]`, or what was computed of them in line: what is
-left of a lens, or the result; or the text of an error."""
+Work: TypeAlias = tuple[Job, torch.Tensor | Arrays | str]
+"""A job with its rows `[R, hidden_size]`, with its result if that was computed in line,
+or with the text of an error."""
 
 
 class WorkerReadouts:
@@ -123,7 +124,10 @@ class WorkerReadouts:
         dtype = torch_dtype(vllm_config.model_config)
         self._shared = parallel.tensor_parallel_size > 1
         rows = torch.empty(0, self._width, dtype=dtype, device=device)
-        self.head = Head(model, last_layer, vocab_size, rows, adapts, self._shared)
+        records = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        self.head = Head(
+            model, last_layer, vocab_size, rows, adapts, self._shared, records
+        )
         known = vllm_config.speculative_config is None
         self.patterns = AttentionPatterns(attention, self._width, device, known)
         self._has_rows = get_tensor_model_parallel_rank() == 0
@@ -453,14 +457,16 @@ class WorkerReadouts:
             return
         done = None
         stream: AbstractContextManager[object] = nullcontext()
-        if self._beside is not None:
-            self._beside.wait_stream(torch.cuda.current_stream())
-            stream = torch.cuda.stream(self._beside)
+        remains = any([isinstance(rows, torch.Tensor) for _, rows in work])
+        beside = self._beside if remains else None
+        if beside is not None:
+            beside.wait_stream(torch.cuda.current_stream())
+            stream = torch.cuda.stream(beside)
         with stream:
             results = _on_host([*message.results, *self._results(work, further)])
         if self._device.type == "cuda":
             done = torch.cuda.Event(blocking=True)
-            done.record(self._beside or torch.cuda.current_stream())
+            done.record(beside or torch.cuda.current_stream())
         kept = [*work, *message.results]
         self._pending = PendingReadouts(
             results, starts, further, done, kept, dict(self._split)
@@ -541,16 +547,19 @@ class WorkerReadouts:
         return part_of(rows, job.part)
 
     def _of_ranks(
-        self, job: Job, rows: torch.Tensor | Callable[[], Any] | Arrays | str
-    ) -> torch.Tensor | Callable[[], Any] | Arrays | str:
+        self, job: Job, rows: torch.Tensor | Arrays | str
+    ) -> torch.Tensor | Arrays | str:
         """What tensor-parallel ranks compute together of a job."""
         if job.key[0] != "lens" or self.head.refusal:
             return rows
         assert isinstance(rows, torch.Tensor | str), "a lens has been computed before"
+        began = perf_counter()
         try:
-            return self._operations.lens_of_ranks(job, rows)
+            found = self._operations.lens_of_ranks(job, rows)
         except Exception as error:
             return rows if isinstance(rows, str) else _problem(job, error)
+        self._count(job, job.num_rows, began)
+        return found
 
     def _results(self, work: Sequence[Work], further: int) -> list[JobResult]:
         """The results of jobs, with arrays that may be on any device."""
