@@ -67,20 +67,29 @@ def staged_spans(
     return found
 
 
-Place: TypeAlias = tuple[int, int]
-"""The group of a tap, and its index there."""
+class TapPlaces(NamedTuple):
+    """Where a request has the rows that a readout reads of a token."""
+
+    groups: tuple[int, ...]
+    """The groups of its taps, each once."""
+    group_of: Indices
+    """`[taps]`: the index of each tap's group in `groups`."""
+    columns: Indices
+    """`[taps]`: the index of each tap in its group."""
 
 
-def places_of(taps: Sequence[Tap], groups: Sequence[LocalGroup]) -> tuple[Place, ...]:
+def places_of(taps: Sequence[Tap], groups: Sequence[LocalGroup]) -> TapPlaces:
     """Where a request has rows of these taps."""
     where = {
         tap: (g, j) for g, one in enumerate(groups) for j, tap in enumerate(one.taps)
     }
-    return tuple([where[tap] for tap in taps])
+    found = np.array([where[tap] for tap in taps], np.int64).reshape(-1, 2)
+    distinct, group_of = np.unique(found[:, 0], return_inverse=True)
+    return TapPlaces(tuple(distinct.tolist()), group_of, found[:, 1])
 
 
 def rows_at(
-    places: Sequence[Place], ranges: Spans, staged: Mapping[int, Sequence[StagedSpan]]
+    places: TapPlaces, ranges: Spans, staged: Mapping[int, Sequence[StagedSpan]]
 ) -> Iterator[tuple[int, Indices]]:
     """Consecutive positions within `ranges`, with their rows in the step.
 
@@ -92,24 +101,28 @@ def rows_at(
         rows has as many columns.
 
     """
-    for span in staged.get(places[0][0], ()):
+    for span in staged.get(places.groups[0], ()):
         for start, stop in overlap(ranges, span.start, span.stop):
-            firsts: list[int] = []
-            steps: list[int] = []
-            for group, column in places:
-                spans = staged.get(group, ())
-                having = [s for s in spans if s.start <= start and stop <= s.stop]
-                if not having:
-                    break
-                own = having[0]
-                row = own.row + own.each * (start - own.start) + column * own.stride
-                firsts += range(row, row + own.each)
-                steps += [own.each] * own.each
+            own = [
+                one
+                for group in places.groups
+                for one in staged.get(group, ())
+                if one.start <= start and stop <= one.stop
+            ]
+            if len(own) < len(places.groups):
+                continue
+            at = [one.row + one.each * (start - one.start) for one in own]
+            if len(own) == 1:
+                rows = (places.columns * span.stride + at[0])[None]
             else:
-                rows = np.array([firsts], np.int64)
-                if stop - start > 1:  # Most often it is one, of many requests.
-                    rows = rows + np.outer(np.arange(stop - start), steps)
-                yield start, rows
+                strides = np.array([one.stride for one in own])
+                rows = places.columns * strides[places.group_of]
+                rows = (rows + np.array(at)[places.group_of])[None]
+            if span.each > 1:
+                rows = (rows[:, :, None] + np.arange(span.each)).reshape(1, -1)
+            if stop - start > 1:  # Most often it is one, of many requests.
+                rows = rows + span.each * np.arange(stop - start)[:, None]
+            yield start, rows
 
 
 def steps_until_change(ranges: Spans, position: int) -> int:
@@ -129,8 +142,8 @@ class ReadingRequest:
     """A request with readouts, restricted to those with taps in this process."""
 
     readouts: tuple[Readout, ...]
-    places: tuple[tuple[Place, ...], ...]
-    """Of each readout: where the rows are that it reads."""
+    places: tuple[TapPlaces, ...]
+    """Of each readout."""
     keys: tuple[JobKey, ...]
     """Key of each readout; readouts with equal keys share a job."""
     num_prompt_tokens: int
