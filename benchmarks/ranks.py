@@ -24,6 +24,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -41,6 +42,7 @@ from benchmarks.harness.child import (  # noqa: E402
     requests,
 )
 from benchmarks.harness.llamas import MODELS, describe, model_folder  # noqa: E402
+from benchmarks.harness.readout_sides import write_modules  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks" / "ranks"
 REQUESTS, PROMPT = 32, 256
@@ -80,6 +82,7 @@ def fields_by_case(model: str) -> dict[str, Callable[[int], Fields]]:
 
     every, one = range(layers), range(middle, middle + 1)
     removal = {"op": "project_out"}
+    sae = {"kind": "sae", "sae": "features", "top_k": 32}
     return {
         "plain": lambda number: {},
         "one layer captured": lambda number: rows([middle]),
@@ -89,6 +92,7 @@ def fields_by_case(model: str) -> dict[str, Callable[[int], Fields]]:
         "project out, one layer, 1 of 32": lambda number: (
             {} if number else steers(0, one, **removal)
         ),
+        "SAE of 65,536 features": lambda number: {"readouts": {"sae": sae}},
         "lens, all layers, 1 of 32": lambda number: {} if number else lens(),
         "lens, all layers, 8 of 32": lambda number: lens() if number < 8 else {},
         "all of it": lambda number: {
@@ -113,7 +117,10 @@ class Engine:
             chosen["kv_cache_memory_bytes"] = int(settings["kv_gib"] * (1 << 30))
             chosen["gpu_memory_utilization"] = 0.3
         if self.is_fork:
+            self._folder = tempfile.TemporaryDirectory()
+            write_modules(Path(self._folder.name), settings["model"])
             chosen |= {
+                "sae": {"features": f"{self._folder.name}/sae"},
                 "capture_consumers": ["inline"],
                 "enable_readouts": True,
                 "enable_steering": True,

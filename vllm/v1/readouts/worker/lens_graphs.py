@@ -22,7 +22,7 @@ MOST_ROWS = 512
 """Rows of the largest graph. With more, the device takes longer than the host."""
 MOST_GRAPHS = 32
 USES = 8
-"""The use of a kind of lens before which its graph is recorded, which takes 0.2 s."""
+"""The use of a kind of lens for which its graph is recorded."""
 
 Kind: TypeAlias = tuple[int, int]
 """Number of rows and of likeliest tokens."""

@@ -68,7 +68,7 @@ class Operations:
                 only the number counts on other ranks.
 
         Returns:
-            None but on rank 0.
+            No arrays but on rank 0.
 
         Raises:
             Exception: this rank has failed.
@@ -76,8 +76,7 @@ class Operations:
         """
         _, top_k, tokens, translator = job.key
         error: Exception | None = None
-        count = job.num_rows
-        own = self._head.no_rows(count)
+        own = self._head.no_rows(job.num_rows)
         adapters = self._adapters(job) if self._head.has_adapters else None
         if isinstance(rows, str):
             error = RuntimeError(rows)
