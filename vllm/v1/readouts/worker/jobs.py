@@ -112,16 +112,22 @@ def rows_at(
             if len(own) < len(places.groups):
                 continue
             at = [one.row + one.each * (start - one.start) for one in own]
+            counts: Any = span.each
             if len(own) == 1:
-                rows = (places.columns * span.stride + at[0])[None]
+                rows = places.columns * span.stride + at[0]
             else:
                 strides = np.array([one.stride for one in own])
-                rows = places.columns * strides[places.group_of]
-                rows = (rows + np.array(at)[places.group_of])[None]
-            if span.each > 1:
-                rows = (rows[:, :, None] + np.arange(span.each)).reshape(1, -1)
+                rows = np.array(at)[places.group_of]
+                rows = rows + places.columns * strides[places.group_of]
+                counts = np.array([one.each for one in own])[places.group_of]
+            if any([one.each > 1 for one in own]):
+                counts = np.zeros_like(rows) + counts
+                ends = counts.cumsum()
+                rows = np.repeat(rows - ends + counts, counts) + np.arange(ends[-1])
+                counts = np.repeat(counts, counts)
+            rows = rows[None]
             if stop - start > 1:  # Most often it is one, of many requests.
-                rows = rows + span.each * np.arange(stop - start)[:, None]
+                rows = rows + np.arange(stop - start)[:, None] * counts
             yield start, rows
 
 
