@@ -117,10 +117,11 @@ class Engine:
             chosen["kv_cache_memory_bytes"] = int(settings["kv_gib"] * (1 << 30))
             chosen["gpu_memory_utilization"] = 0.3
         if self.is_fork:
-            self._folder = tempfile.TemporaryDirectory()
-            write_modules(Path(self._folder.name), settings["model"])
+            if settings["sae"]:  # 2 GB of weights.
+                self._folder = tempfile.TemporaryDirectory()
+                write_modules(Path(self._folder.name), settings["model"])
+                chosen["sae"] = {"features": f"{self._folder.name}/sae"}
             chosen |= {
-                "sae": {"features": f"{self._folder.name}/sae"},
                 "capture_consumers": ["inline"],
                 "enable_readouts": True,
                 "enable_steering": True,
@@ -313,6 +314,7 @@ def run(options: argparse.Namespace) -> None:
     names = ["model", "device", "eager", "kv_gib"]
     names += ["tensor_parallel", "pipeline_parallel", "data_parallel"]
     settings = {name: getattr(options, name) for name in names}
+    settings["sae"] = any("SAE" in case for case in cases)
     with ExitStack() as running:
         base, *sides = [
             running.enter_context(Side(*text.split("=", 1), settings))

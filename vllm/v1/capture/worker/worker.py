@@ -143,8 +143,12 @@ class WorkerCapture:
             self._columns[tap]: size
             for tap, size in other_widths(shapes, taps, width).items()
         }
-        batches, addresses = num_alternating(vllm_config), [*self.addresses.values()]
-        self._placement = StepLayout(addresses, step_rows, widths, batches)
+        self._placement = StepLayout(
+            list(self.addresses.values()),
+            step_rows,
+            widths,
+            num_alternating(vllm_config),
+        )
         if widths and encoder is not None:
             raise ValueError(
                 f"hook_points={config.optional_points}: a consumer encodes rows on the "

@@ -168,14 +168,13 @@ class Head:
             rows: `[0, hidden_size]`, of the dtype and on the device of the stream.
             has_adapters: whether the engine may load LoRA adapters.
             shared: whether several tensor-parallel ranks have the head.
-            records: whether CUDA graphs may be recorded.
+            records: whether ranks may record CUDA graphs.
 
         """
         self.has_adapters = has_adapters
         # Equal on all ranks, which must call `compute_logits` equally often.
         held = LOGIT_BYTES if rows.is_cuda else CPU_LOGIT_BYTES
         self.rows_at_once = max(held // (4 * vocab_size), 1)
-        self._computed: Compute = self._own_best
         self.refusal = ""
         """Why a lens is not possible; empty if it is."""
         self.keeps_logits = True
@@ -183,19 +182,17 @@ class Head:
         self._model: Any = model
         self.norm: Any = None
         self.divisor = 1.0
-        self._shared = shared
-        self._received = rows
-        """With several ranks or graphs: memory for rows, which cannot be missing then.
+        self._received: torch.Tensor | None = None
+        """With several ranks: memory for rows of rank 0, which cannot be missing then.
         """
         self._shard: Shard | None = None
         """With several ranks: this one's part of the vocabulary, if it can be used."""
+        self._best_of_ranks: Compute = self._from_shards
         if last_layer is None:
             self.refusal = ELSEWHERE
             return
-        records &= rows.is_cuda and not has_adapters
-        if shared or records:
-            held = self.rows_at_once if shared else min(MOST_ROWS, self.rows_at_once)
-            self._received = rows.new_empty(held, rows.shape[1])
+        if shared:
+            self._received = rows.new_empty(self.rows_at_once, rows.shape[1])
         self._processors: list[Any] = [
             one for one in model.modules() if isinstance(one, LogitsProcessor)
         ]
@@ -221,11 +218,11 @@ class Head:
             self.norm = norms[0][1]
             for module in model.modules():  # MiniCPM divides before its head.
                 self.divisor = float(getattr(module, "scale_width", self.divisor))
-            if shared and not has_adapters:
+            if self._received is not None and not has_adapters:
                 self._shard = Shard.of(model, self._processors, self._unadapted, rows)
-            if records:
-                read = self._received[:MOST_ROWS]
-                self._computed = LensGraphs(self._own_best, read)
+                if records and rows.is_cuda:
+                    read = self._received[:MOST_ROWS]
+                    self._best_of_ranks = LensGraphs(self._from_shards, read)
 
     def lens_values(
         self,
@@ -240,9 +237,10 @@ class Head:
         A collective under tensor parallelism: all ranks must call it. Memory for logits
         is limited: rows are taken in batches.
 
-        A rank that fails takes part all the same: its share of the logits is NaN, which
-        makes all log-probabilities of these rows NaN, and that an error of the readout.
-        To agree on errors first, the ranks' hosts would have to meet in each such step.
+        A rank that fails takes part all the same, with NaN as its rows or its share of
+        the logits, which makes all log-probabilities of these rows NaN, and that an
+        error of the readout. To agree on errors first, the ranks' hosts would have to
+        meet in each such step.
 
         Args:
             rows: `[R, hidden_size]`; only the number counts on ranks that have none.
@@ -280,20 +278,18 @@ class Head:
         error: Exception | None,
     ) -> torch.Tensor | None:
         """As `lens_values`, of at most `rows_at_once` rows."""
-        if not self._shared:
+        if self._received is None:
             if error is not None:
                 raise error
-            if self.has_adapters:
-                own: Any = self.logits(rows, adapters)
-                return best_of(own, top_k, tokens)[None]
-            return self._computed(rows, top_k, tokens)
+            logits: Any = self.logits(rows, adapters)
+            return best_of(logits, top_k, tokens)[None]
         sent = self._received[: len(rows)]
         if error is not None and self.keeps_logits:
             sent.fill_(math.nan)
         elif self.keeps_logits:
             sent = rows
         if self._shard is not None and top_k <= self._shard.least:
-            best = self._computed(sent, top_k, tokens)
+            best = self._best_of_ranks(sent, top_k, tokens)
             if error is not None:
                 raise error
             return best if self.keeps_logits else None
@@ -301,16 +297,14 @@ class Head:
         whole = self._gathered(sent, adapters, error)
         return None if whole is None else best_of(whole, top_k, tokens)[None]
 
-    def _own_best(
+    def _from_shards(
         self, rows: torch.Tensor, top_k: int, tokens: tuple[int, ...]
     ) -> torch.Tensor:
-        """What `best_of` finds in the logits of each rank: `[ranks, n, numbers]`."""
+        """What `best_of` finds in each rank's logits of rank 0's rows."""
         shard = self._shard
-        if shard is None:
-            whole: Any = self.logits(rows)
-            return best_of(whole, top_k, tokens)[None]
+        error: Exception | None = None
+        assert shard is not None, "all logits are gathered without shards"
         _broadcast(rows)
-        error = None
         try:
             own = shard.logits(self._normed(rows))
             best = best_of(own, top_k, tokens, shard.first)
@@ -351,7 +345,9 @@ class Head:
 
     def no_rows(self, count: int) -> torch.Tensor:
         """What stands for rows that this rank does not have, without memory."""
-        assert self._shared, "rows are missing though only one rank has them"
+        assert self._received is not None, (
+            "rows are missing though only one rank has them"
+        )
         return self._received[:1].expand(count, -1)
 
     @contextmanager

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of what the head computes for lenses.
+"""CUDA graphs of what tensor-parallel ranks compute of lenses.
 
 Where the host launches no faster than the GPU computes, one launch in place of some ten
-is what a step gains. With four tensor-parallel H200s (8B) lenses of one and of eight of
-32 requests left 0.78 and 0.72 of upstream's throughput without graphs, 0.90 and 0.86
-with them (medians; `benchmarks/NOTES.md` has the turns, which vary); with two, where
-the GPU is the limit, they gain nothing.
+is what a step gains. With four H200s (8B) lenses of one and of eight of 32 requests
+left 0.78 and 0.72 of upstream's throughput without graphs, and 0.90 and 0.86 with them
+on another four (medians; `benchmarks/NOTES.md` has the turns, which vary). With two,
+where the GPU is the limit, they gain nothing; one rank alone records none.
 """
 
 from collections import Counter
@@ -100,5 +100,5 @@ class LensGraphs:
 
 def padded(count: int) -> int:
     """The rows of the graph for `count` rows: few sizes, none much too large."""
-    step = max(1 << (max(count - 1, 0).bit_length() - 3), 16) if count > 16 else 16
+    step = max(16, (1 << (count - 1).bit_length()) // 8)
     return -(-count // step) * step

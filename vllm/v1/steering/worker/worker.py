@@ -271,9 +271,13 @@ class WorkerSteering:
         if lasts and view.only_decodes:
             of_prompts = any(map(lt, view.num_computed.tolist(), lengths))
             if not of_prompts:
-                planned = self._vectors_of.rows, self._programs_of.rows
-                state = self._launches, self._decides
-                self._plan = DecodePlan(Decoding(view), *planned, *state)
+                self._plan = DecodePlan(
+                    Decoding(view),
+                    self._vectors_of.rows,
+                    self._programs_of.rows,
+                    self._launches,
+                    self._decides,
+                )
                 self._plans.append(self._plan)
         return self._launches
 
