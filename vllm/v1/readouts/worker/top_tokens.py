@@ -174,23 +174,30 @@ def lens_arrays(best: Array, top_k: int) -> dict[str, Array]:
         `token_logprobs` float32 `[R, tokens]` if there are further tokens.
 
     """
-    tops, logits, asked, log_sums = np.split(
-        best, [top_k, 2 * top_k, best.shape[-1] - 1], axis=-1
-    )
-    found: dict[str, Array] = {}
+    whole = best[0] if len(best) == 1 else _joined(best, top_k)
     with np.errstate(invalid="ignore"):  # Of what is no number, NaN is the result.
-        sums = np.logaddexp.reduce(log_sums, axis=0)
-        if top_k:
-            ids, numbers = tops[0].view(np.int32), logits[0]
-            if len(best) > 1:
-                numbers, each = np.concatenate(logits, -1), np.concatenate(tops, -1)
-                order = np.argsort(-numbers, axis=-1, kind="stable")[:, :top_k]
-                numbers = np.take_along_axis(numbers, order, axis=-1)
-                ids = np.take_along_axis(each.view(np.int32), order, axis=-1)
-            found["token_ids"], found["logprobs"] = ids, numbers - sums
-        if asked.shape[-1]:
-            found["token_logprobs"] = asked.max(axis=0) - sums
+        values = whole[:, top_k:-1] - whole[:, -1:]
+    found: dict[str, Array] = {}
+    if top_k:
+        found["token_ids"] = whole[:, :top_k].view(np.int32)
+        found["logprobs"] = values[:, :top_k]
+    if values.shape[1] > top_k:
+        found["token_logprobs"] = values[:, top_k:]
     return found
+
+
+def _joined(best: Array, top_k: int) -> Array:
+    """What one rank with all columns would have found, `[R, numbers]`."""
+    ids, numbers = (
+        np.concatenate(best[..., start : start + top_k], axis=-1)
+        for start in (0, top_k)
+    )
+    order = np.argsort(-numbers, axis=-1, kind="stable")[:, :top_k]
+    rows = np.arange(len(order))[:, None]
+    with np.errstate(invalid="ignore"):
+        sums = np.logaddexp.reduce(best[..., -1:], axis=0)
+    asked = best[..., 2 * top_k : -1].max(axis=0)
+    return np.concatenate((ids[rows, order], numbers[rows, order], asked, sums), -1)
 
 
 def largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
