@@ -187,7 +187,8 @@ class Head:
         """
         self._shard: Shard | None = None
         """With several ranks: this one's part of the vocabulary, if it can be used."""
-        self._best_of_ranks: Compute = self._from_shards
+        self._recorded: Compute = self._from_shards if shared else self._alone
+        """The same as what it is made of, with CUDA graphs if there are some."""
         if last_layer is None:
             self.refusal = ELSEWHERE
             return
@@ -220,9 +221,12 @@ class Head:
                 self.divisor = float(getattr(module, "scale_width", self.divisor))
             if self._received is not None and not has_adapters:
                 self._shard = Shard.of(model, self._processors, self._unadapted, rows)
-                if records and rows.is_cuda:
-                    read = self._received[:MOST_ROWS]
-                    self._best_of_ranks = LensGraphs(self._from_shards, read)
+            if records and rows.is_cuda and not has_adapters:
+                read = self._received
+                if read is None:
+                    most = min(MOST_ROWS, self.rows_at_once)
+                    read = rows.new_empty(most, rows.shape[1])
+                self._recorded = LensGraphs(self._recorded, read[:MOST_ROWS])
 
     def lens_values(
         self,
@@ -281,21 +285,33 @@ class Head:
         if self._received is None:
             if error is not None:
                 raise error
-            logits: Any = self.logits(rows, adapters)
-            return best_of(logits, top_k, tokens)[None]
+            if self.has_adapters:
+                return self._alone(rows, top_k, tokens, adapters)
+            return self._recorded(rows, top_k, tokens)
         sent = self._received[: len(rows)]
         if error is not None and self.keeps_logits:
             sent.fill_(math.nan)
         elif self.keeps_logits:
             sent = rows
         if self._shard is not None and top_k <= self._shard.least:
-            best = self._best_of_ranks(sent, top_k, tokens)
+            best = self._recorded(sent, top_k, tokens)
             if error is not None:
                 raise error
             return best if self.keeps_logits else None
         _broadcast(sent)
         whole = self._gathered(sent, adapters, error)
         return None if whole is None else best_of(whole, top_k, tokens)[None]
+
+    def _alone(
+        self,
+        rows: torch.Tensor,
+        top_k: int,
+        tokens: tuple[int, ...],
+        adapters: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """What `best_of` finds in all logits of rows, with one rank."""
+        logits: Any = self.logits(rows, adapters)
+        return best_of(logits, top_k, tokens)[None]
 
     def _from_shards(
         self, rows: torch.Tensor, top_k: int, tokens: tuple[int, ...]
