@@ -146,15 +146,19 @@ def test_rows_of_a_model_with_latent_attention(
     check_all(engine, [prompt(20 + i, seed=70 + i) for i in range(4)])
 
 
-def check_readouts(engine: CapturedEngine, prompts: list[list[int]]) -> None:
+def check_readouts(
+    engine: CapturedEngine, prompts: list[list[int]], reference: Reference
+) -> None:
     """Check that the readouts of all layers are those of the captured rows."""
+    model: Any = reference.model
+    unembedding = model.lm_head.weight.detach().bfloat16().float()
     everywhere = {"hooks": {"post_block": "all"}, "positions": "all"}
     readouts = {
         "rows": {"kind": "rows", **everywhere},
         "norms": {"kind": "norm", **everywhere},
-        "lens": {"kind": "lens", "top_k": 1},
+        "lens": {"kind": "lens", "top_k": 2},
     }
-    params = asking("all", max_tokens=20, readouts=readouts, **QUIET)
+    params = asking("all", max_tokens=30, readouts=readouts, **QUIET)
     for output in engine.run(prompts, params):
         rows, found = engine.rows(output), output.readouts
         taps = [(layer, "post_block") for layer in range(4)]
@@ -163,10 +167,16 @@ def check_readouts(engine: CapturedEngine, prompts: list[list[int]]) -> None:
         assert torch.from_numpy(found["rows"]["rows"]).equal(stream)
         norms = torch.from_numpy(found["norms"]["norm"])
         torch.testing.assert_close(norms, stream.norm(dim=-1))
+        with torch.no_grad():
+            normed = model.model.norm(stream).bfloat16().float()
+        chosen = torch.from_numpy(found["lens"]["token_ids"]).long()
+        logits = (normed[-len(chosen) :] @ unembedding.T).log_softmax(-1)
+        own = torch.from_numpy(found["lens"]["logprobs"])
+        torch.testing.assert_close(logits.gather(-1, chosen), own, atol=0.05, rtol=0.02)
+        torch.testing.assert_close(logits.topk(2).values, own, atol=0.05, rtol=0.02)
         # At the last layer it is the model's own choice, except where two are a tie.
-        chosen = torch.from_numpy(found["lens"]["token_ids"])[:, -1, 0]
         following = torch.tensor(output.outputs[0].token_ids[1:])
-        assert (chosen == following).float().mean() > 0.8
+        assert (chosen[:, -1, 0] == following).float().mean() > 0.8
 
 
 def test_rows_around_tokens_that_fire(
@@ -207,7 +217,7 @@ def test_rows_around_tokens_that_fire(
         if kept:
             engine.check(output, kept, tolerance=BF16)
     assert 0 in counts and any(counts), counts
-    check_readouts(engine, prompts[:4])
+    check_readouts(engine, prompts[:4], reference)
 
 
 @pytest.mark.parametrize(
@@ -235,4 +245,4 @@ def test_rows_from_several_gpus(
     )
     prompts = [prompt(20 + 9 * i, seed=80 + i) for i in range(4)]
     check_all(engine, prompts)
-    check_readouts(engine, prompts)
+    check_readouts(engine, prompts, reference)
