@@ -22,9 +22,7 @@ from vllm.interop.vllm_lens import (
     responses,
     tensors,
 )
-from vllm.interop.vllm_lens.consumer import LensConsumer
 from vllm.interop.vllm_lens.requests import translate
-from vllm.v1.capture.capabilities import group_method
 from vllm.v1.capture.frontend.http import response_results
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.hooks.frontend.parse import Allowed, parse_hooks
@@ -84,6 +82,24 @@ def test_rows_are_those_after_the_layers_own_steering(
         expected = rows_of(reference, tokens_of(output), change)
         stream = output.activations["residual_stream"]
         torch.testing.assert_close(stream, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.e2e
+def test_rows_are_those_after_vectors_for_all_requests(llm, reference) -> None:
+    vectors = torch.randn(2, 64)
+    given = {1: vectors[0].tolist(), 2: vectors[1].tolist()}
+    llm.set_steering(vectors={"post_block": given})
+    try:
+        (output,) = llm.generate(PROMPT, asked(output_residual_stream=True))
+    finally:
+        llm.clear_steering()
+    expected = rows_of(
+        reference,
+        tokens_of(output),
+        lambda layer, states: states + vectors[layer - 1] if layer else states,
+    )
+    stream = output.activations["residual_stream"]
+    torch.testing.assert_close(stream, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.e2e
@@ -206,30 +222,12 @@ def test_tensors_that_do_not_fit_are_refused(changes) -> None:
         tensors.decode(tensors.encode(torch.zeros(3)) | changes)
 
 
-def test_rows_of_a_group_stay_one_block_and_others_keep_theirs() -> None:
-    consumer = LensConsumer(None, {})
-    assert group_method(consumer) == consumer.on_group
-    rows = torch.randn(2, 3, 8)
-    before = rows.clone()
-    entry = {"scale": 1.0, "norm_match": False, "vector": [1.0] * 8}
-    facts = {"positions": [0, 1, 2], "token_ids": [4, 5, 6], "dtype": "float32"}
-    taps = [(1, "pre_attn"), (2, "post_block")]
-    ((_, plain, _),) = consumer.on_group(taps, rows, facts)
-    assert plain.data_ptr() == rows.data_ptr()
-    facts["client_spec"] = {"steered": [entry]}
-    found = consumer.on_group(taps, rows, facts).by_tap()
-    torch.testing.assert_close(found[1, "pre_attn"], before[0])
-    torch.testing.assert_close(found[2, "post_block"], before[1] + 1)
-    assert torch.equal(rows, before), "another consumer may have the same rows"
-
-
 @pytest.mark.parametrize("status", ["error", "partial_error"])
 def test_rows_that_are_missing_are_not_passed_over(status: str) -> None:
     lost = CaptureResult(("r", -1, "*"), status, "the disk is full", {})
     output = SimpleNamespace(
         request_id="r",
         lens_result=None,
-        hook_rows=None,
         capture_results={"vllm_lens": lost},
     )
     with pytest.raises(RuntimeError, match="r are not complete: the disk is full"):

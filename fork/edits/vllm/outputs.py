@@ -27,7 +27,6 @@ capture_id: str | None = None
 capture_results: dict[str, Any] | None = None
 hooks_key: str | None = None
 hook_results: dict[str, Any] | None = None
-hook_rows: Any = None
 lens_result: Any = None
 activations = property(lens_responses.activations_of)
 readouts = property(residual_outputs.readouts_of)

@@ -12,6 +12,7 @@ from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.plain_data import parse_text
 from vllm.v1.residual.sizes import num_layers
+from vllm.v1.residual.tap import AFTER
 from vllm.v1.steering.errors import SteeringValidationError
 
 if TYPE_CHECKING:
@@ -54,11 +55,10 @@ def translate(params: "SamplingParams", config: "VllmConfig") -> None:
             parameter=f"extra_args.{given}",
         )
     total = num_layers(config.model_config)
-    entries = _entries(args.get(VECTORS))
-    _steer(params, entries)
+    _steer(params, _entries(args.get(VECTORS)))
     layers = _layers(args.get(STREAM), total)
     if layers:
-        spec = _capture(layers, total, entries.get(total - 1, []))
+        spec = {"hooks": {HOOK_POINT: layers}, "positions": "all", AFTER: True}
         params.capture = {**(params.capture or {}), INSTANCE: spec}
     if _is_uncached(args.get(UNCACHED)):
         params.skip_reading_prefix_cache = True
@@ -109,32 +109,6 @@ def _layers(raw: Any, total: int) -> list[int]:
                 value=layer,
             )
     return sorted({int(layer) for layer in raw})
-
-
-def _capture(
-    layers: list[int], total: int, last_entries: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Capture rows after each layer's own steering, as the input of the next layer.
-
-    The last layer has no next one: its rows are captured before its steering, and the
-    consumer applies it.
-    """
-    last = total - 1
-    hooks = {}
-    if inner := [layer + 1 for layer in layers if layer != last]:
-        hooks["pre_attn"] = inner
-    if last in layers:
-        hooks[HOOK_POINT] = [last]
-    spec: dict[str, Any] = {"hooks": hooks, "positions": "all"}
-    if last in layers and last_entries:
-        spec["steered"] = [
-            {
-                key: value.tolist() if hasattr(value, "tolist") else value
-                for key, value in entry.items()
-            }
-            for entry in last_entries
-        ]
-    return spec
 
 
 def _entries(raw: Any) -> Entries:

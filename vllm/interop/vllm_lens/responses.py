@@ -51,17 +51,7 @@ def _stacked(
         payload = payload[0]
     if not payload:
         return None
-    # The input rows of a layer are the output of the one before.
-    by_layer = {
-        layer - (hook == "pre_attn"): rows for (layer, hook), rows in payload.items()
-    }
-    if output.hook_rows:  # The last layer's hooks act after its rows are captured.
-        last = max(by_layer)
-        rows = by_layer[last].clone()
-        for start, part in output.hook_rows.items():
-            rows[start : start + len(part)] = part[: max(len(rows) - start, 0)]
-        by_layer[last] = rows
-    return {RESIDUAL_STREAM: torch.stack([by_layer[at] for at in sorted(by_layer)])}
+    return {RESIDUAL_STREAM: torch.stack([payload[tap] for tap in sorted(payload)])}
 
 
 def detach(output: "RequestOutput | None") -> None:

@@ -10,10 +10,6 @@ import msgspec
 GROUP = "vllm.hooks"
 """Entry points of this group are the functions that a request may name."""
 
-ROWS = "rows"
-"""Key of the internal hook that keeps the last layer's rows; see
-`HookPlan.keeps_rows`."""
-
 
 class HookSpec(msgspec.Struct, frozen=True, array_like=True):
     """One function, and the places where it runs."""
@@ -42,5 +38,3 @@ class HookPlan(msgspec.Struct, frozen=True, array_like=True):
     hooks: tuple[HookSpec, ...]
     pickles: bool
     """Whether results may contain objects that only pickle can serialize."""
-    keeps_rows: int | None = None
-    """The last layer, if its rows after all hooks are part of the result."""

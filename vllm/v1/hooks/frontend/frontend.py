@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.hooks.errors import HookError, fail
 from vllm.v1.hooks.frontend.parse import MOST_HOOKS, Allowed, parse_hooks
-from vllm.v1.hooks.plan import ROWS, HookPlan, HookSpec
+from vllm.v1.hooks.plan import HookPlan, HookSpec
 from vllm.v1.hooks.results import Saved, merged_results
 from vllm.v1.residual.engine_call import call_engine, call_engines
 
@@ -28,7 +28,6 @@ logger = init_logger(__name__)
 FIELD = "apply_hooks"
 """Key of `extra_args` and `vllm_xargs`."""
 WHERE = f"extra_args.{FIELD}"
-STREAM = "output_residual_stream"
 
 MOST_RESULTS = 4096
 """Most requests whose results of registered hooks are kept; older ones are dropped."""
@@ -86,7 +85,6 @@ class HookFrontend(NoHooks):
         self._pickles = self._allowed.code
         self._refusal = _refusal(vllm_config)
         self._servers = vllm_config.parallel_config._api_process_count
-        self._last = max(points, default=0)
         self.core = core
         self._shared: tuple[HookSpec, ...] = ()
         self._results: dict[str, Saved] = {}
@@ -115,12 +113,8 @@ class HookFrontend(NoHooks):
         if not hooks:
             return
         self._check(params, is_own=bool(own))
-        ends_last = any(
-            spec.point == "post_block" and self._last in spec.layers for spec in hooks
-        )
-        keeps = self._last if ends_last and args.get(STREAM) else None
         key = f"{request_id}:{uuid4().hex}"
-        params._hooks = HookPlan(key, hooks, self._pickles, keeps)
+        params._hooks = HookPlan(key, hooks, self._pickles)
 
     def _check(self, params: "SamplingParams", is_own: bool) -> None:
         if self._refusal:
@@ -234,7 +228,6 @@ class HookFrontend(NoHooks):
         if found.errors:
             key, message = next(iter(found.errors.items()))
             return f"hook {key} of request {output.request_id}: {message}"
-        output.hook_rows = found.own.pop(ROWS, None)
         output.hook_results = found.own or None
         if found.shared:
             self._results[output.request_id] = found.shared

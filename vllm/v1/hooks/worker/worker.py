@@ -13,7 +13,7 @@ from torch import nn
 
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.host_calls import HostCall, HostCalls
-from vllm.v1.hooks.plan import GROUP, ROWS, HookPlan, HookSpec
+from vllm.v1.hooks.plan import GROUP, HookPlan, HookSpec
 from vllm.v1.hooks.results import HookResult, encode
 from vllm.v1.hooks.worker.context import HookContext
 from vllm.v1.hooks.worker.parameters import Parameters
@@ -98,11 +98,6 @@ class WorkerHooks:
         for one in running:
             for layer in one.spec.layers:
                 by_tap.setdefault((layer, one.spec.point), []).append(one)
-        if plan.keeps_rows is not None:
-            spec = HookSpec(ROWS, (plan.keeps_rows,), "post_block")
-            keeper = Running(spec, _keep_rows)
-            running.append(keeper)
-            by_tap.setdefault((plan.keeps_rows, "post_block"), []).append(keeper)
         request = HookedRequest(req_id, plan, num_prompt_tokens, running, by_tap)
         self._requests[req_id] = request
 
@@ -239,11 +234,6 @@ def _function(spec: HookSpec) -> HookFunction:
     (found,) = importlib.metadata.entry_points(group=GROUP, name=spec.name)
     params = json.loads(spec.params)
     return partial(found.load(), **params) if params else found.load()
-
-
-def _keep_rows(context: HookContext, rows: torch.Tensor) -> None:
-    """Keep rows by their first position: a preempted request computes some again."""
-    context.saved[context.positions.start] = rows.cpu()
 
 
 def _encoded(request: HookedRequest) -> bytes:
