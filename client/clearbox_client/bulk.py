@@ -11,15 +11,9 @@ Content = bytes | memoryview
 
 
 def accept_of(body: Mapping[str, Any]) -> dict[str, str]:
-    """The `Accept` header of a request: binary if it captures.
-
-    Compressed rows exist only in JSON.
-    """
+    """The `Accept` header of a request: binary if it captures."""
     capture = body.get("capture")
     if not isinstance(capture, Mapping) or body.get("stream"):
-        return {}
-    specs = [spec for spec in capture.values() if isinstance(spec, Mapping)]
-    if any(spec.get("encoding") == "zstd" for spec in specs):
         return {}
     return {"Accept": f"{SAFETENSORS}, application/json"}
 

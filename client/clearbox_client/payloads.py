@@ -12,8 +12,6 @@ from clearbox_client.memory import MEMORY
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-MOST_UNPACKED = 4 << 30
-"""Most bytes of compressed rows of one tap."""
 DTYPES = {
     "bfloat16": "<u2",
     "float16": "<f2",
@@ -71,13 +69,6 @@ def entry_stored(entry: Mapping[str, Any]) -> Array:
     """The rows of one entry, as `stored_of` returns them."""
     given = entry["data"]
     data = base64.b64decode(given) if isinstance(given, str) else given
-    encoding = entry.get("encoding")
-    if encoding == "zstd":
-        kind = np.dtype(DTYPES.get(entry["dtype"], "u1"))
-        data = _unzstd(data, prod(entry["shape"]) * kind.itemsize)
-    elif encoding is not None:
-        message = f"the encoding {encoding!r} is unknown; update clearbox-client"
-        raise InputError(message, "encoding", encoding)
     return stored_of(data, entry["dtype"], entry["shape"])
 
 
@@ -97,22 +88,3 @@ def decode(payload: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Array]
         (one["layer"], one["hook"]): widened(entry_stored(one), one["dtype"])
         for one in payload
     }
-
-
-def _unzstd(data: bytes, size: int) -> bytes:
-    """At most `size` bytes, and one more if there are more."""
-    try:
-        import zstandard  # type: ignore[import-not-found]
-    except ImportError:
-        raise InputError(
-            "the rows are compressed with zstd; pip install clearbox-client[zstd], or "
-            "omit the encoding from the request",
-            "encoding",
-            "zstd",
-        ) from None
-    if not 0 <= size <= MOST_UNPACKED:
-        message = f"the rows have {size} bytes unpacked; capture less at once"
-        raise InputError(message, "shape", size)
-    with zstandard.ZstdDecompressor().stream_reader(data) as stream:
-        unpacked: bytes = stream.read(size + 1)
-    return unpacked

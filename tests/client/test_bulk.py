@@ -31,7 +31,7 @@ TAPS = ((1, "post_block"), (2, "post_block"))
 def payload_of(dtype: torch.dtype, widths: Sequence[int] = (8, 8)) -> RowsByTap:
     payload = RowsByTap()
     for tap, width in zip(TAPS, widths):
-        facts = {"positions": [0, 1, 2], "token_ids": [7, None, 9], "encoding": None}
+        facts = {"positions": [0, 1, 2], "token_ids": [7, None, 9]}
         payload.put(tap, torch.randn(3, width).to(dtype), facts)
     return payload
 
@@ -191,11 +191,8 @@ def test_the_name_of_the_memory_is_the_servers() -> None:
     assert os.readlink(path).startswith(shared.NAME)
 
 
-def test_only_requests_for_plain_rows_ask_for_safetensors() -> None:
+def test_only_requests_for_rows_ask_for_safetensors() -> None:
     assert bulk.accept_of({}) == {}
-    spec: dict[str, Any] = {"hooks": {"post_block": [1]}}
-    body = {"capture": {"inline": spec}}
+    body: dict[str, Any] = {"capture": {"inline": {"hooks": {"post_block": [1]}}}}
     assert bulk.accept_of(body)["Accept"].startswith("application/safetensors")
     assert bulk.accept_of({**body, "stream": True}) == {}
-    spec["encoding"] = "zstd"
-    assert bulk.accept_of(body) == {}

@@ -40,7 +40,6 @@ def entry(rows: torch.Tensor, layer: int = 3) -> dict[str, Any]:
     facts = {
         "positions": list(range(4, 4 + len(rows))),
         "token_ids": list(range(10, 10 + len(rows))),
-        "encoding": None,
     }
     payload.put((layer, "post_block"), rows, facts)
     (told,) = json.loads(json.dumps(rows_as_json("", payload)))

@@ -50,7 +50,6 @@ DOCUMENTS: dict[str, Any] = {
     "positions of other rows": with_rows(positions=[1]),
     "positions that are none": with_rows(positions=["a", "b"]),
     "a layer that is none": with_rows(layer={}),
-    "much in few bytes": with_rows(encoding="zstd", shape=[1 << 20, 1 << 20]),
     "a readout of another kind": reply(readouts={"risk": 7}),
     "a readout without its kind": reply(readouts={"risk": {}}),
     "a ragged readout": reply(readouts={"risk": {**RISK, "values": [[1], [1, 2]]}}),

@@ -162,7 +162,7 @@ def test_shared_memory_expires_without_another_request(
     for module in (answers, handouts_module):
         monkeypatch.setattr(module, "KEPT_SECONDS", -1.0)
     payload = RowsByTap()
-    about = {"positions": [0], "token_ids": [1], "encoding": None, "transport": "shm"}
+    about = {"positions": [0], "token_ids": [1], "transport": "shm"}
     payload.put((0, "post_block"), torch.ones(1, 4), about)
     result = CaptureResult(("r", -1, "*"), "ok", payload=payload)  # type: ignore[arg-type]
 

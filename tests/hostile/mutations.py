@@ -22,7 +22,11 @@ PACKED = {
 ENTRY = {"vector": VECTOR, "op": "clamp", "min": -1, "max": 1, "positions": [0, -1]}
 VECTORS = {"post_block": {"1": ENTRY, "2": VECTOR}, "pre_attn": PACKED}
 CAPTURE = {
-    "inline": {"hooks": {"post_block": [0, 2]}, "positions": "all", "encoding": "zstd"},
+    "inline": {
+        "hooks": {"post_block": [0, 2]},
+        "positions": "all",
+        "transport": "http",
+    },
     "filesystem": {
         "hooks": {"pre_attn": {"layers": [0], "ranges": [[1, 2]]}},
         "positions": [0, 1],

@@ -99,7 +99,7 @@ def test_what_inspect_does_not_know_it_does_not_write() -> None:
 
 def test_rows_are_read_from_safetensors() -> None:
     rows = torch.randn(3, 4)
-    part = Part("0", 4, "pre_attn", rows, [0, 1, 2], [5, 6, 7], None, "http")
+    part = Part("0", 4, "pre_attn", rows, [0, 1, 2], [5, 6, 7], "http")
     entry = {"layer": 4, "hook": "pre_attn", "shape": [3, 4], "dtype": "float32"}
 
     def tell(refer: Any) -> Any:

@@ -116,7 +116,7 @@ def test_the_last_rows_alone() -> None:
 
     rows = torch.randn(6, 4)
     prompt, generated = RowsByTap(), RowsByTap()
-    facts = {"positions": [], "token_ids": [], "encoding": None}
+    facts = {"positions": [], "token_ids": []}
     prompt.put((1, "post_block"), rows[:3], facts)
     generated.put((1, "post_block"), rows[3:], facts)
     options = probe_hook.ProbeOptions(

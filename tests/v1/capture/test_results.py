@@ -60,7 +60,7 @@ def test_the_payload_of_several_samples_is_by_sample() -> None:
 
 def test_rows_by_tap_are_shown_by_their_shapes() -> None:
     rows = RowsByTap()
-    facts = {"positions": [0, 1], "token_ids": [5, 6], "encoding": None}
+    facts = {"positions": [0, 1], "token_ids": [5, 6]}
     for layer in range(6):
         rows.put((layer, "post_block"), torch.zeros(2, 3, dtype=torch.bfloat16), facts)
     shown = repr(rows)
@@ -73,7 +73,7 @@ def test_rows_in_a_notebook_are_the_clients_map_of_norms(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     rows = RowsByTap()
-    facts = {"positions": [0, 3], "token_ids": [5, None], "encoding": None}
+    facts = {"positions": [0, 3], "token_ids": [5, None]}
     rows.put((2, "post_block"), torch.tensor([[3.0, 4.0], [0, 0.5]]).to(dtype), facts)
     shown = of("partial_error", "no <disk>", rows)._repr_html_()
     assert shown is not None and "partial_error: no &lt;disk&gt;" in shown

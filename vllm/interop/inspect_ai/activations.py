@@ -107,10 +107,5 @@ def _rows(entry: Mapping[str, Any]) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).view(shape)
     return tensors.decode(
-        {
-            "data": data,
-            "original_dtype": entry["dtype"],
-            "shape": shape,
-            "compression": entry.get("encoding"),
-        }
+        {"data": data, "original_dtype": entry["dtype"], "shape": shape}
     )

@@ -40,8 +40,6 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         super().__init__()
         self.positions: dict[Tap, list[int]] = {}
         self.token_ids: dict[Tap, list[int | None]] = {}
-        self.encoding: str | None = None
-        """Compression in HTTP responses: `"zstd"`, or None for plain base64."""
         self.transport = "http"
         """`"http"`: in the response body. `"shm"`: in memory that the client maps."""
         self.heads: list[int] = []
@@ -81,7 +79,6 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.update(zip(taps, separated(rows), strict=True))
         self.positions.update(dict.fromkeys(taps, _as_list(facts["positions"])))
         self.token_ids.update(dict.fromkeys(taps, _as_list(facts["token_ids"])))
-        self.encoding = facts.get("encoding")
         self.transport = facts.get("transport", "http")
         self.heads = facts.get("heads", [])
 
@@ -90,7 +87,6 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         return {
             "positions": self.positions[tap],
             "token_ids": self.token_ids[tap],
-            "encoding": self.encoding,
             "transport": self.transport,
             "heads": self.heads,
         }
@@ -118,11 +114,9 @@ class GroupedRows(list[tuple[tuple[Tap, ...], torch.Tensor, dict[str, Any]]]):
     ) -> "GroupedRows":
         """The rows `[taps, rows, hidden_size]` of one group, with its sidecar."""
         client = sidecar.get("client_spec") or {}
-        encoding = client.get("encoding")
         facts = {
             "positions": sidecar["positions"],
             "token_ids": sidecar["token_ids"],
-            "encoding": None if encoding == "base64" else encoding,
             "transport": client.get("transport", "http"),
             "heads": sidecar.get("heads", []),
         }

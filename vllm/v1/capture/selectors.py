@@ -22,6 +22,11 @@ MAX_VALUES = 1 << 16
 A range of layers counts as its two ends.
 """
 
+_WHY = {  # Of keys that other consumers or earlier builds have.
+    "readouts": "; this consumer takes no readouts",
+    "encoding": "; with Accept: application/safetensors a response has fewer bytes",
+}
+
 
 def check_size(raw: Any, where: str) -> None:
     """Bound the number of values in `raw`, before code iterates over them.
@@ -101,7 +106,7 @@ def parse_spec(
             f"{where} must be an object with the keys {sorted(allowed)}", where, raw
         )
     if unknown := sorted(str(key) for key in raw if key not in allowed):
-        why = "; this consumer takes no readouts" if unknown[0] == "readouts" else ""
+        why = _WHY.get(unknown[0], "")
         raise fail(
             f"{where} has no key {shown(unknown[0])}{why}; its keys are "
             f"{sorted(allowed)}",

@@ -164,7 +164,7 @@ def test_a_part_has_the_rows_between_two_positions(
     positions: list[int], start: int, stop: int
 ) -> None:
     rows = RowsByTap()
-    facts = {"positions": positions, "token_ids": positions, "encoding": None}
+    facts = {"positions": positions, "token_ids": positions}
     tensor = torch.tensor(positions, dtype=torch.float32).reshape(-1, 1)
     rows.put((3, "post_block"), tensor, facts)
     part = selected(rows, [3], "post_block", start, stop)

@@ -218,7 +218,7 @@ class GroupConsumer(KeepingConsumer):
         if self.refuses.intersection(layer for layer, _ in taps):
             raise RuntimeError("not this layer")
         self.groups.append((taps, rows.flatten().tolist(), sidecar["positions"]))
-        return GroupedRows([(tuple(taps), rows, {"encoding": None, **sidecar})])
+        return GroupedRows([(tuple(taps), rows, {**sidecar})])
 
 
 TAPS = (1, "post_block"), (2, "post_block")

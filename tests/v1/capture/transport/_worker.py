@@ -25,7 +25,7 @@ def result(rows: int) -> CaptureResult:
     for layer in range(2):
         memory[layer] = torch.arange(rows)[:, None] + 1000 * layer
     positions = list(range(rows))
-    facts = {"positions": positions, "token_ids": positions, "encoding": None}
+    facts = {"positions": positions, "token_ids": positions}
     taps = (0, "post_block"), (1, "post_block")
     payload = GroupedRows([(taps, memory, facts)])
     return CaptureResult(("r", -1, "*"), "ok", None, payload)  # type: ignore[arg-type]

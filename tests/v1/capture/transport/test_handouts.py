@@ -35,7 +35,7 @@ def made() -> Iterator[Handouts]:
 
 def part(number: int, rows: int = 3) -> Part:
     tensor = torch.randn(rows, 7).bfloat16()
-    facts = list(range(rows)), [None] * rows, None, "shm"
+    facts = list(range(rows)), [None] * rows, "shm"
     return Part(f"inline/{number}_x", number, "x", tensor, *facts)
 
 

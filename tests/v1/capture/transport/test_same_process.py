@@ -30,7 +30,7 @@ def inbox(came: list[Message]) -> Iterator[Inbox]:
 
 
 def message(rows: torch.Tensor) -> ResultMessage:
-    facts = {"positions": [4, 5], "token_ids": [7, None], "encoding": "zstd"}
+    facts = {"positions": [4, 5], "token_ids": [7, None]}
     payload = GroupedRows([((TAP,), rows[None], facts)])
     return ResultMessage("r", "inline", 0, "ok", None, payload)
 
@@ -47,7 +47,6 @@ def test_rows_are_there_when_the_call_returns_without_a_copy(
     assert payload.facts_of(TAP) == {
         "positions": [4, 5],
         "token_ids": [7, None],
-        "encoding": "zstd",
         "transport": "http",
         "heads": [],
     }

@@ -20,16 +20,14 @@ from vllm.v1.residual.tap import width_at
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ENCODINGS = ("base64", "zstd")
 TRANSPORTS = ("http", "shm")
 
 
 class InlineConsumer(CaptureConsumer):
     """Returns each key's rows as the payload, a `RowsByTap`.
 
-    A request's spec is `{"hooks": ..., "positions": ..., "readouts": ...}` with two
-    optional keys that only concern HTTP responses. `"encoding": "zstd"` compresses the
-    row-major bytes before they are base64-encoded. With `"transport": "shm"` the
+    A request's spec is `{"hooks": ..., "positions": ..., "readouts": ...}` with an
+    optional key that only concerns HTTP responses: with `"transport": "shm"` the
     response refers to shared memory, which a client on the same host maps.
     """
 
@@ -72,15 +70,13 @@ class InlineConsumer(CaptureConsumer):
         """
         where = f"capture.{self.instance_name or 'inline'}"
         raw = plain(raw)
-        spec = parse_spec(raw, ctx, where, ("encoding", "transport", "readouts"))
-        for name, known in (("encoding", ENCODINGS), ("transport", TRANSPORTS)):
-            chosen = raw.get(name, known[0])
-            if chosen not in known:
-                raise fail(
-                    f"{where}.{name} must be one of {list(known)}",
-                    f"{where}.{name}",
-                    chosen,
-                )
+        spec = parse_spec(raw, ctx, where, ("transport", "readouts"))
+        if (chosen := raw.get("transport", "http")) not in TRANSPORTS:
+            raise fail(
+                f"{where}.transport must be one of {list(TRANSPORTS)}",
+                f"{where}.transport",
+                chosen,
+            )
         self._check_size(spec, ctx, where)
         return spec
 

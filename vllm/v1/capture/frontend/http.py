@@ -12,7 +12,6 @@ import torch
 from pydantic import BaseModel, model_serializer
 
 from vllm.v1.capture.results import RowsByTap, is_by_tap, merge_samples, sendable
-from vllm.v1.capture.transport.bodies import encoded
 from vllm.v1.capture.transport.parts import Part, described, parts_of_payload
 from vllm.v1.capture.types import CaptureResult
 
@@ -92,13 +91,11 @@ def has_rows(payload: Any) -> bool:
 def rows_as_json(path: str, payload: RowsByTap) -> list[dict[str, Any]]:
     """One object per tap; `data` is the base64 of the rows in row-major order.
 
-    The values are little-endian `dtype`, so bfloat16 is exact. With
-    `"encoding": "zstd"` the bytes are compressed as one zstd frame.
+    The values are little-endian `dtype`, so bfloat16 is exact.
     """
 
     def data(part: Part) -> dict[str, str]:
-        text = base64.b64encode(encoded(part)).decode()
-        return {**({"encoding": part.encoding} if part.encoding else {}), "data": text}
+        return {"data": base64.b64encode(part.data).decode()}
 
     return [described(part, data) for part in parts_of_payload(path, payload)]
 

@@ -13,7 +13,6 @@ from secrets import token_hex
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
-import pyarrow as pa
 import pybase64
 
 from vllm.v1.capture.errors import CaptureValidationError
@@ -88,8 +87,7 @@ def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
         inserted.append(part)
         if not isinstance(part, Part):
             return mark
-        packed = {} if part.encoding is None else {"encoding": part.encoding}
-        return {**packed, "data": mark}
+        return {"data": mark}
 
     # The order of the text is that of the calls, but for `capture_results`, the last.
     texts = json_text(tell(refer)).split(mark)
@@ -102,12 +100,8 @@ def as_json(tell: Tell, parts: Sequence[Part]) -> Body:
         texts[number] = texts[number][:-1]
         texts[number + 1] = texts[number + 1][1:]
     lengths = [len(text.encode()) for text in texts]
-    lengths += [
-        -(-one.rows.nbytes // 3) * 4
-        for one in order
-        if isinstance(one, Part) and not one.encoding
-    ]
-    size = sum(lengths) if len(lengths) == len(texts) + len(order) else None
+    lengths += [-(-one.rows.nbytes // 3) * 4 for one in order if isinstance(one, Part)]
+    size = None if arrays else sum(lengths)
     return Body("application/json", size, coalesced(_spliced(texts, order)))
 
 
@@ -117,21 +111,12 @@ def _spliced(
     yield texts[0].encode()
     for one, after in zip(inserted, texts[1:], strict=True):
         if isinstance(one, Part):
-            data = encoded(one)
+            data = one.data
             for start in range(0, len(data), PIECE_BYTES):
                 yield pybase64.b64encode(data[start : start + PIECE_BYTES])
         else:
             yield from one.pieces()
         yield after.encode()
-
-
-def encoded(part: Part) -> memoryview:
-    """The bytes of a part, compressed if its request asks for it."""
-    if part.encoding is None:
-        return part.data
-    assert part.encoding == "zstd", f"admission let {part.encoding!r} through"
-    packed = pa.compress(pa.py_buffer(part.data), codec="zstd", asbytes=True)
-    return memoryview(packed)
 
 
 def as_safetensors(tell: Tell, parts: Sequence[Part]) -> Body:

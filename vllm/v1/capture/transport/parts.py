@@ -27,8 +27,6 @@ class Part:
     rows: torch.Tensor  # [rows, hidden_size], on the CPU
     positions: list[int]
     token_ids: list[int | None]
-    encoding: str | None
-    """Compression, where the format of the response supports it: `"zstd"` or None."""
     transport: str
     """`"http"`, or `"shm"` for shared memory with a client on the same host."""
     heads: Sequence[int] = ()
@@ -65,7 +63,6 @@ def parts_of_payload(path: str, payload: Any) -> list[Part]:
                 rows,
                 payload.positions[layer, hook],
                 payload.token_ids[layer, hook],
-                payload.encoding,
                 payload.transport,
                 payload.heads,
             )
