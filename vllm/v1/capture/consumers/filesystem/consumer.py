@@ -220,9 +220,8 @@ def _key_facts(sidecar: dict[str, Any], encoder: KeyEncoder) -> dict[str, Any]:
         "hook": sidecar["hook"],
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
         "codec": encoder.describe(),
+        "crc32c": encoder.checksum,
     }
-    if encoder.checksum is not None:
-        facts["crc32c"] = encoder.checksum
     # Of rows of some heads, of results of readouts, and of rows that lack some.
     said = {"heads": "heads", "readout": "readout", "capture_note": "note"}
     return facts | {

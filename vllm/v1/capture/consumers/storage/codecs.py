@@ -10,19 +10,14 @@ section 12.1; its appendix B.4 has test vectors.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import cache
-from importlib import import_module
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import torch
+from crc32c import crc32c
 
-from vllm.logger import init_logger
 from vllm.v1.capture.delivery.row_bytes import raw_bytes
 from vllm.v1.capture.errors import CaptureValidationError
 from vllm.v1.residual.native import Bytes
-
-logger = init_logger(__name__)
-
 
 BLOCK_BYTES = 4 << 20
 """Approximate size of the blocks of rows that are encoded at once."""
@@ -130,16 +125,15 @@ class KeyEncoder:
         self._blocks: list[tuple[int, int]] = []
         self.num_bytes = 0
         """Bytes that `encode` has yielded so far."""
-        self.checksum: int | None = crc32c(b"")
-        """CRC32C of these bytes; None if the package `crc32c` is not installed."""
+        self.checksum = crc32c(b"")
+        """CRC32C of these bytes."""
 
     def encode(self, blocks: Iterable[torch.Tensor]) -> Iterator[Bytes]:
         """Yield the encoded blocks; `blocks` are rows `[rows, width]`."""
         for block in blocks if self._fixed else in_batches(blocks, BLOCK_BYTES):
             data = self._codec.encode(block)
             self.num_bytes += len(data)
-            if self.checksum is not None:
-                self.checksum = crc32c(data, self.checksum)
+            self.checksum = crc32c(data, self.checksum)
             if not self._fixed:
                 self._blocks.append((len(block), len(data)))
             yield data
@@ -170,28 +164,3 @@ def in_batches(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tens
             held += part.nbytes
     if parts:
         yield torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-class _Crc32c(Protocol):
-    def crc32c(self, data: Bytes, value: int = 0) -> int:
-        """Continue the checksum `value` with `data`."""
-
-
-def crc32c(data: Bytes, before: int = 0) -> int | None:
-    """Continue the CRC32C `before` with `data`.
-
-    None if the package `crc32c` is not installed.
-    """
-    library = _library()
-    return None if library is None else library.crc32c(data, before)
-
-
-@cache
-def _library() -> _Crc32c | None:
-    try:
-        return cast(_Crc32c, import_module("crc32c"))
-    except ImportError as error:
-        logger.warning(
-            "Files of captured rows are written and read without checksums: %s", error
-        )
-        return None
