@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import threading
+from errno import EMFILE
+from unittest.mock import patch
 
 import torch
 from hypothesis import given
@@ -100,3 +102,12 @@ def test_threads_never_share_memory_that_is_held() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_without_file_descriptors_rows_are_in_ordinary_memory() -> None:
+    budget = HostBudget(KEPT)
+    memory = RowMemory(budget, SMALLEST)
+    with patch("os.memfd_create", side_effect=OSError(EMFILE, "too many")):
+        rows = memory.empty((LARGE, WIDTH), torch.bfloat16)
+    assert rows.shape == (LARGE, WIDTH) and not memory.held_bytes
+    assert not budget.by_owner() and budget.overflow_bytes == SMALLEST

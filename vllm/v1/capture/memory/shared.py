@@ -3,13 +3,12 @@
 
 A segment is an anonymous file (`memfd_create(2)`). It has no name in a file system, so
 nothing is left behind however a process ends, and the size of `/dev/shm` does not limit
-it. On systems without `memfd_create` a segment is ordinary memory.
+it.
 """
 
 import ctypes
 import mmap
 import os
-import sys
 import threading
 import weakref
 from bisect import bisect_right
@@ -20,11 +19,8 @@ from secrets import randbits
 import numpy as np
 import numpy.typing as npt
 
-from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.residual.machine import copy_threads
-
-logger = init_logger(__name__)
 
 ALIGNMENT = mmap.PAGESIZE
 """Bytes; blocks within segments are aligned to this, so that each can be mapped."""
@@ -42,20 +38,22 @@ class SharedSegment:
         """Allocate `size` bytes, a multiple of `ALIGNMENT`.
 
         Raises:
-            OSError: the system has no more memory.
+            OSError: the system has no more memory or file descriptors.
 
         """
         assert size % ALIGNMENT == 0, f"{size} bytes are no whole pages"
         self.number = randbits(63)
         """Identifies the segment among those of all processes."""
         self.size = size
-        self.file = _open(size)
-        """The file descriptor; None if this is ordinary memory."""
-        if self.file is None:
-            self.memory: npt.NDArray[np.uint8] = np.empty(size, dtype=np.uint8)
-        else:
+        self.file = os.memfd_create("vllm-capture", os.MFD_CLOEXEC)
+        """The file descriptor."""
+        try:
+            os.ftruncate(self.file, size)
             mapped = mmap.mmap(self.file, size)
-            self.memory = np.frombuffer(mapped, dtype=np.uint8)
+        except OSError:
+            os.close(self.file)
+            raise
+        self.memory: npt.NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
         self.address = self.memory.ctypes.data
         SEGMENTS.add(self)
 
@@ -68,8 +66,7 @@ class SharedSegment:
             OSError: there is not enough memory.
 
         """
-        if self.file is not None:
-            populate(self.file, self.memory)
+        populate(self.file, self.memory)
 
 
 def populate(file: int, memory: npt.NDArray[np.uint8]) -> None:
@@ -105,26 +102,6 @@ def populate(file: int, memory: npt.NDArray[np.uint8]) -> None:
         raise OSError(errors.pop(), "no memory for captured rows")
 
 
-def _open(size: int) -> int | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        file = os.memfd_create("vllm-capture", os.MFD_CLOEXEC)
-    except OSError as error:
-        logger.warning_once(
-            "Captured rows cannot use shared memory and are copied between processes: "
-            "%s",
-            error,
-        )
-        return None
-    try:
-        os.ftruncate(file, size)
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
 class Segments:
     """The shared segments of this process, by address; thread-safe.
 
@@ -138,8 +115,6 @@ class Segments:
 
     def add(self, segment: SharedSegment) -> None:
         """Register a segment, by a weak reference."""
-        if segment.file is None:
-            return
         weakref.finalize(segment, os.close, segment.file)
         with self._lock:
             living = {a: one for a, one in self._found.items() if one() is not None}

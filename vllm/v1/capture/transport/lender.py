@@ -145,12 +145,12 @@ class Lender(OOBTensorConsumer):
         """Send the segment's descriptor to the front end, unless it has it."""
         if segment.number in self._announced:
             return True
-        peer, file = self._peer, segment.file
-        if peer is None or file is None:
+        peer = self._peer
+        if peer is None:
             return False
         head = HEAD.pack(ANNOUNCE, segment.number, segment.size)
         try:
-            socket.send_fds(peer, [head], [file])
+            socket.send_fds(peer, [head], [segment.file])
         except BlockingIOError:
             return False  # The socket is full; the next message tries again.
         except OSError:
