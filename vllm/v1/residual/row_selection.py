@@ -102,8 +102,7 @@ def parse_hooks(
             )
         at = f"{where}.{name}"
         layers = parse_layers(selector, having, ctx.num_hidden_layers, at, fail)
-        for layer in layers:
-            hooks[hook] = sorted({*hooks.get(hook, []), layer})
+        hooks[hook] = sorted({*hooks.get(hook, []), *layers})
     return hooks
 
 

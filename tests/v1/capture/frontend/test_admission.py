@@ -216,15 +216,17 @@ def test_a_plugin_that_answers_with_no_spec_is_named(answer: Any) -> None:
         plan(admission(asking=Answering(answer)), ask())
 
 
-@pytest.mark.parametrize("layers", [["0"], [[0]], [None], 9, "some"])
+@pytest.mark.parametrize("layers", [["a"], [[0]], [None], 9, -1, "some", True])
 def test_a_layer_that_is_none_is_refused(layers: Any) -> None:
     answer = Answering(CaptureSpec({"pre_attn": layers}, "all"))
-    with pytest.raises(CaptureValidationError, match="has no hook point 'pre_attn'"):
+    with pytest.raises(CaptureValidationError, match="layer") as caught:
         plan(admission(asking=answer), ask())
+    assert caught.value.parameter == "capture.asking.hooks.pre_attn"
 
 
-def test_a_plugin_that_wants_nothing_makes_an_empty_plan() -> None:
-    made = plan(admission(asking=Answering(CaptureSpec({}, "all"))), ask())
+@pytest.mark.parametrize("hooks", [{}, {"pre_attn": []}])
+def test_a_plugin_that_wants_nothing_makes_an_empty_plan(hooks: Any) -> None:
+    made = plan(admission(asking=Answering(CaptureSpec(hooks, "all"))), ask())
     assert made is not None and made.instances == ()
 
 

@@ -26,7 +26,7 @@ from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_tap
 from vllm.v1.residual.plain_data import fault_of, plain
 from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader
-from vllm.v1.residual.row_selection import parse_after
+from vllm.v1.residual.row_selection import parse_after, parse_taps
 from vllm.v1.residual.selectors import resolve_positions
 from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.spans import Spans, merged
@@ -355,38 +355,13 @@ class Admission:
                 spec,
             )
         hooks = plain(spec.hooks)
-        if not isinstance(hooks, dict):
-            raise fail(
-                f"capture.{name}: hooks must map hook points to layers, for example "
-                '{"post_block": [0]}',
-                f"capture.{name}.hooks",
-                hooks,
-            )
-        where = f"capture.{name}.positions"
-        ranges = resolve_positions(plain(spec.positions), ctx, where, fail)
-        return {
-            (layer, str(hook)): ranges
-            for hook, layers in hooks.items()
-            for layer in self._layers(hook, layers, name)
-        }
-
-    def _layers(self, hook: str, layers: Any, name: str) -> list[int]:
-        having = [n for n, points in self._hook_points.items() if hook in points]
-        if layers == "all" and having:
-            return having
-        listed = layers if isinstance(layers, list) else [layers]
-        for layer in listed:
-            if layer not in having:
-                known = isinstance(layer, int)
-                raise fail(
-                    f"capture.{name}: layer {layer} of this model has no hook "
-                    f"point {hook!r}; it has "
-                    f"{list(self._hook_points.get(layer, ())) if known else []}, and "
-                    f"the layers are 0 to {max(self._hook_points, default=-1)}",
-                    f"capture.{name}.hooks",
-                    {hook: layers},
-                )
-        return listed
+        if isinstance(hooks, dict):  # A plug-in may want nothing of a request.
+            hooks = {hook: layers for hook, layers in hooks.items() if layers != []}
+        where = f"capture.{name}"
+        taps = parse_taps(hooks, ctx, f"{where}.hooks", fail) if hooks != {} else ()
+        positions = plain(spec.positions)
+        ranges = resolve_positions(positions, ctx, f"{where}.positions", fail)
+        return dict.fromkeys(taps, ranges)
 
     def _check_taps(self, per_token: int) -> None:
         if per_token > self._rows_per_step:
