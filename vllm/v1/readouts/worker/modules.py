@@ -51,11 +51,6 @@ class WorkerModules:
     def __contains__(self, name: str) -> bool:
         return name in self._modules
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all modules' tensors."""
-        return sum(_nbytes(one) for one in self._modules.values())
-
     def sae(self, name: str) -> SparseAutoencoder:
         """An SAE by name; its matrices have the model's dtype."""
         found = self._modules[name]
@@ -91,12 +86,3 @@ class WorkerModules:
             weights={k: w.to(device, dtype) for k, w in module.weights.items()},
             biases={k: b.to(device, dtype) for k, b in module.biases.items()},
         )
-
-
-def _nbytes(module: Module) -> int:
-    if isinstance(module, SparseAutoencoder):
-        return module.nbytes
-    if isinstance(module, ProbeModule):
-        return module.vectors.nbytes + module.bias.nbytes
-    tensors = [*module.weights.values(), *module.biases.values()]
-    return sum(one.nbytes for one in tensors)

@@ -107,11 +107,6 @@ class SparseAutoencoder:
         return int(self.w_dec.shape[1])
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(one.nbytes for one in self.tensors)
-
-    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that are not None."""
         needed = (self.w_enc, self.b_enc, self.w_dec, self.b_dec)
