@@ -48,7 +48,10 @@ REQUIRABLE_FIELDS = frozenset(
 """The fields that every sidecar has, which a consumer may require."""
 
 SIDECAR_FIELDS = REQUIRABLE_FIELDS.union(
-    ("after", "capture_error", "capture_note", "dropped_rows", "readout")
+    (
+        *("after", "capture_error", "capture_note", "dropped_rows"),
+        *("fired", "heads", "readout"),
+    )
 )
 """All fields that a sidecar may have."""
 

@@ -17,11 +17,16 @@ from vllm.v1.residual.model_identity import (
     identity_of_path,
 )
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.files import FORMAT, load_module, read_module, save_module
+from vllm.v1.steering.spec.files import FORMAT, read_module, save_module
 from vllm.v1.steering.spec.provenance import LAYER_CONVENTION, Provenance, Source
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo_model" / "weights"
 VECTOR = torch.arange(4.0)
+
+
+def check(path: Path, model: ModelIdentity) -> None:
+    """As a server does with a file."""
+    read_module(path).provenance.check_model(model, Source(str(path)))
 
 
 def identity(name: str = "org/calm", weights: str = "", **shape: Any) -> ModelIdentity:
@@ -67,7 +72,7 @@ def test_everything_that_is_known_is_stored(made: Path) -> None:
     ],
 )
 def test_the_same_model_is_recognised(made: Path, model: ModelIdentity) -> None:
-    assert load_module(made, model)["vectors"]
+    check(made, model)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +89,13 @@ def test_vectors_of_another_model_are_refused(
     made: Path, model: ModelIdentity, said: str
 ) -> None:
     with pytest.raises(SteeringValidationError, match=said):
-        load_module(made, model)
+        check(made, model)
 
 
 def test_without_provenance_nothing_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "calm.json"
     path.write_text(json.dumps({"vectors": {"post_block": {"3": [1.0]}}}))
-    assert load_module(path, identity())["vectors"]
+    check(path, identity())
 
 
 def test_json_says_the_same_under_metadata(tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_json_says_the_same_under_metadata(tmp_path: Path) -> None:
     body = {"vectors": {"post_block": {"3": [1.0]}}, "metadata": {"num_layers": 9}}
     path.write_text(json.dumps(body))
     with pytest.raises(SteeringValidationError, match="a model of 9 layers"):
-        load_module(path, identity())
+        check(path, identity())
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,10 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.residual.file_facts import split_facts
-from vllm.v1.residual.model_identity import ModelIdentity
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.sae.files import SAEFileError
 from vllm.v1.residual.sae.load import is_sae, load_sae
@@ -29,7 +28,7 @@ from vllm.v1.steering.spec.files.own import (
     read_safetensors,
 )
 from vllm.v1.steering.spec.files.vectors import VectorSet, additions_of, vector_set
-from vllm.v1.steering.spec.provenance import Provenance, Source
+from vllm.v1.steering.spec.provenance import Provenance
 from vllm.v1.steering.spec.reading import Reading
 
 
@@ -154,29 +153,6 @@ FORMS = {
     ),
 }
 """The forms of files, and which facts each takes."""
-
-
-def load_module(
-    path: str | Path, identity: ModelIdentity | None = None
-) -> dict[str, Any]:
-    """Read a file of vectors into the form of a request.
-
-    Hook points, layers and numbers are not checked here.
-
-    Args:
-        path: a file, with appended facts if it needs them.
-        identity: the model for which the vectors must have been made; None skips the
-            check.
-
-    Raises:
-        SteeringValidationError: the file is missing, of an unknown form, or made for
-            another model.
-
-    """
-    module = read_module(path)
-    if identity is not None:
-        module.provenance.check_model(identity, Source(str(path)))
-    return module.vectors
 
 
 def read_module(path: str | Path, reading: Reading | None = None) -> ModuleFile:
