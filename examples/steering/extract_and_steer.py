@@ -16,7 +16,7 @@ from demo_engine import DEMO, small_engine
 from vllm import SamplingParams
 from vllm.steering.extract import CONSUMER, extract
 from vllm.steering.pairs import Pair
-from vllm.steering.sweep import generate, unsteered_and
+from vllm.steering.sweep import at_scales, generate
 from vllm.steering.tables import separation_table, side_by_side
 
 sys.path.insert(0, str(DEMO))
@@ -43,12 +43,14 @@ def main(arguments: list[str] | None = None) -> None:
     found.vectors.save(args.out)
     print(separation_table(found.directions))
     prompts = neutral_openings(2, seed=11)
-    settings = unsteered_and(found.vectors, [-1.0, 1.0])
+    scales = [0.0, -1.0, 1.0]
+    settings = at_scales(found.vectors, scales)
     sampling = SamplingParams(max_tokens=30, temperature=0)
     texts = generate(llm, prompts, settings, sampling)
     for number, prompt in enumerate(prompts):
         columns = [made[number].text for made in texts]
-        print(f"\n{prompt}\n{side_by_side([s.title for s in settings], columns, 100)}")
+        titles = ["unsteered", *(f"times {scale:+g}" for scale in scales[1:])]
+        print(f"\n{prompt}\n{side_by_side(titles, columns, 100)}")
 
 
 if __name__ == "__main__":

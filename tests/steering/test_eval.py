@@ -16,7 +16,6 @@ import pytest
 from tests.client._answering import served
 from vllm.steering.evaluation.candidates import KINDS, candidates
 from vllm.steering.evaluation.curves import draw_points, points_table
-from vllm.steering.evaluation.engine import Answer
 from vllm.steering.evaluation.evaluate import Point, evaluate, verdicts
 from vllm.steering.evaluation.judge import RemoteJudge
 from vllm.steering.measures import (
@@ -26,6 +25,7 @@ from vllm.steering.measures import (
     standard_error,
 )
 from vllm.steering.pairs import Pair
+from vllm.steering.sweep import Generated
 from vllm.steering.vectors import VectorSet, load_vectors
 from vllm.v1.steering.errors import SteeringValidationError
 
@@ -187,7 +187,7 @@ def test_a_judge_is_asked_three_questions_and_the_harmonic_mean_taken(
     judge: Any,
 ) -> None:
     rate, asked = judge
-    answer = Answer("Tell me a story.", "Anna laughed.", [1], [2], True)
+    answer = Generated("Tell me a story.", "Anna laughed.", [1], [2], True)
     assert rate([answer]) == pytest.approx(3 / (1 / 2 + 1 + 1 / 2))
     assert len(asked) == 3 and all("Anna laughed." in text for text in asked)
     assert "joy" in asked[0] and "Tell me a story." in asked[1]

@@ -22,34 +22,21 @@ if TYPE_CHECKING:
 Score = Callable[[str], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Vectors with a coefficient; a coefficient of 0 means unsteered."""
-
-    vectors: VectorSet
-    scale: float
-
-    @property
-    def title(self) -> str:
-        """A label for output."""
-        return f"times {self.scale:+g}" if self.scale else "unsteered"
-
-    def params(self, sampling: "SamplingParams") -> "SamplingParams":
-        """A copy of `sampling` with this setting's vectors."""
-        params = sampling.clone()
-        if self.scale:
-            params.steering_vectors = self.vectors.spec(self.scale)
-        return params
+Steering = dict[str, Any] | None
+"""`steering_vectors` of a request; None for an unsteered one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
     """One completion."""
 
+    prompt: Prompt
     text: str
+    prompt_ids: list[int]
     token_ids: list[int]
-    """Prompt tokens followed by generated tokens."""
-    num_prompt_tokens: int
+    """Generated tokens."""
+    ended: bool
+    """Whether the model stopped, as opposed to reaching the length limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +77,15 @@ def check_fits(llm: "LLM", vectors: VectorSet, file: str) -> None:
         vectors.provenance.check_model(known, Source(file))
 
 
-def unsteered_and(vectors: VectorSet, scales: Sequence[float]) -> list[Setting]:
-    """The unsteered setting, then the vectors with each non-zero coefficient."""
-    return [Setting(vectors, scale) for scale in (0.0, *filter(None, scales))]
+def at_scales(vectors: VectorSet, scales: Sequence[float]) -> list[Steering]:
+    """The vectors with each coefficient; 0 means unsteered."""
+    return [vectors.spec(scale) if scale else None for scale in scales]
 
 
 def generate(
     llm: "LLM",
     prompts: Sequence[Prompt],
-    settings: Sequence[Setting],
+    settings: Sequence[Steering],
     sampling: "SamplingParams",
 ) -> list[list[Generated]]:
     """Completions by setting: `sampling.n` for each prompt, in order.
@@ -109,20 +96,24 @@ def generate(
         SteeringValidationError: the vectors do not fit the model.
 
     """
-    every = [prompt for _ in settings for prompt in prompts]
-    params = [one.params(sampling) for one in settings for _ in prompts]
-    outputs = ask(llm, every, params)
-    size = len(prompts)
+    params = []
+    for setting in settings:
+        own = sampling.clone()
+        own.steering_vectors = setting
+        params += [own] * len(prompts)
+    outputs = iter(ask(llm, list(prompts) * len(settings), params))
     return [
-        [made for output in outputs[i : i + size] for made in _completions(output)]
-        for i in range(0, len(outputs), size)
+        [made for one in prompts for made in _completions(one, next(outputs))]
+        for _ in settings
     ]
 
 
-def _completions(output: "RequestOutput") -> list[Generated]:
-    prompt = list(output.prompt_token_ids or ())
+def _completions(prompt: Prompt, output: "RequestOutput") -> list[Generated]:
+    ids = list(output.prompt_token_ids or ())
     return [
-        Generated(one.text, prompt + list(one.token_ids), len(prompt))
+        Generated(
+            prompt, one.text, ids, list(one.token_ids), one.finish_reason == "stop"
+        )
         for one in output.outputs
     ]
 
@@ -151,23 +142,21 @@ def sweep(
     """
     # Unsteered texts are the same for all vectors and generated once.
     steered = sorted(set(scales) - {0.0})
-    settings = [Setting(vectors, 0.0)] if 0.0 in scales else []
-    places: list[Tap | None] = [None] * len(settings)
+    settings: list[Steering] = [None] if 0.0 in scales else []
+    places: list[tuple[Sequence[Tap], float]] = [(vectors.taps, 0.0)] * len(settings)
     for tap in vectors.taps:
         alone = replace(vectors, vectors={tap: vectors.vectors[tap]})
-        settings += [Setting(alone, scale) for scale in steered]
-        places += [tap] * len(steered)
+        settings += at_scales(alone, steered)
+        places += [([tap], scale) for scale in steered]
     texts = generate(llm, prompts, settings, sampling)
     surprise = perplexities(llm, texts)
     cells = []
-    for place, setting, made, number in zip(
-        places, settings, texts, surprise, strict=True
-    ):
-        for tap in vectors.taps if place is None else [place]:
+    for (taps, scale), made, number in zip(places, texts, surprise, strict=True):
+        for tap in taps:
             cells.append(
                 Cell(
                     tap=tap,
-                    scale=setting.scale,
+                    scale=scale,
                     score=mean([score(one.text) for one in made] if score else []),
                     perplexity=number,
                     texts=tuple(one.text for one in made),
@@ -181,10 +170,10 @@ def perplexities(llm: "LLM", groups: Sequence[Sequence[Generated]]) -> list[floa
     from vllm import SamplingParams
 
     longest = llm.model_config.max_model_len - 1
-    prompts = [one.token_ids[:longest] for group in groups for one in group]
+    every = [one.prompt_ids + one.token_ids for group in groups for one in group]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     run: Any = llm.generate
-    asked = [{"prompt_token_ids": ids} for ids in prompts]
+    asked = [{"prompt_token_ids": ids[:longest]} for ids in every]
     outputs = iter(run(asked, params, use_tqdm=False))
     found = []
     for group in groups:
@@ -195,11 +184,10 @@ def perplexities(llm: "LLM", groups: Sequence[Sequence[Generated]]) -> list[floa
 
 def _losses(output: "RequestOutput", made: Generated) -> list[float]:
     assert output.prompt_logprobs is not None, "they were asked for"
-    entries = output.prompt_logprobs[made.num_prompt_tokens :]
-    ids = made.token_ids[made.num_prompt_tokens :]
+    entries = output.prompt_logprobs[len(made.prompt_ids) :]
     return [
         -entry[token].logprob
-        for entry, token in zip(entries, ids, strict=False)
+        for entry, token in zip(entries, made.token_ids, strict=False)
         if entry is not None
     ]
 

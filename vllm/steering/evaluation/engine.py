@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries an engine under each setting: likelihoods, distributions and answers."""
+"""Queries an engine under each setting: likelihoods and distributions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -11,24 +10,10 @@ import numpy as np
 from vllm.steering.extract import ask
 from vllm.steering.measures import Values
 from vllm.steering.pairs import Pair, Prompt
+from vllm.steering.sweep import Steering
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
-
-Steering = dict[str, Any] | None
-"""`steering_vectors` of a request; None for an unsteered one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The completion of a prompt under one setting."""
-
-    prompt: Prompt
-    text: str
-    prompt_ids: list[int]
-    token_ids: list[int]
-    ended: bool
-    """Whether the model stopped, as opposed to reaching the length limit."""
 
 
 def log_odds(llm: "LLM", pairs: Sequence[Pair], settings: Sequence[Steering]) -> Values:
@@ -104,29 +89,3 @@ def next_tokens(
             row[logprobs.token_ids] = logprobs.logprobs
             found.append(row)
     return np.stack(found).reshape(len(settings), len(prompts), -1)
-
-
-def answers(
-    llm: "LLM", prompts: Sequence[Prompt], settings: Sequence[Steering], max_tokens: int
-) -> list[list[Answer]]:
-    """Greedy completions of all prompts, by setting."""
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(max_tokens=max_tokens, temperature=0.0, steering_vectors=setting)
-        for setting in settings
-        for _ in prompts
-    ]
-    outputs = iter(ask(llm, list(prompts) * len(settings), params))
-    return [[_answer(prompt, next(outputs)) for prompt in prompts] for _ in settings]
-
-
-def _answer(prompt: Prompt, output: "RequestOutput") -> Answer:
-    made = output.outputs[0]
-    return Answer(
-        prompt,
-        made.text,
-        list(output.prompt_token_ids or ()),
-        list(made.token_ids),
-        made.finish_reason == "stop",
-    )

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.steering.evaluation.candidates import VECTOR, Candidate, candidates
-from vllm.steering.evaluation.engine import Answer, answers, log_odds, next_tokens
+from vllm.steering.evaluation.engine import log_odds, next_tokens
 from vllm.steering.extract import capture_rows
 from vllm.steering.measures import divergence, repetition, standard_error
 from vllm.steering.pairs import Pair, Prompt
-from vllm.steering.sweep import Generated, mean, perplexities
+from vllm.steering.sweep import Generated, generate, mean, perplexities
 from vllm.v1.steering.spec.files import VectorSet
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-Judge = Callable[[Sequence[Answer]], float]
+Judge = Callable[[Sequence[Generated]], float]
 
 EARLY = 0.5
 """An answer ends early if it stops before this fraction of the plain one's length."""
@@ -99,6 +99,8 @@ def evaluate(
         A point for each candidate and dose.
 
     """
+    from vllm import SamplingParams
+
     every = [
         candidate
         for tap in vectors.taps
@@ -108,8 +110,9 @@ def evaluate(
     settings = [None, *(_setting(candidate, dose) for candidate, dose in chosen)]
     odds = log_odds(llm, pairs, settings)
     divergences = _divergences(llm, harmless, settings)
-    made = answers(llm, harmless, settings, max_tokens)
-    surprise = perplexities(llm, [[_generated(a) for a in some] for some in made])
+    greedy = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    made = generate(llm, harmless, settings, greedy)
+    surprise = perplexities(llm, made)
     points = []
     for number, (candidate, dose) in enumerate(chosen, start=1):
         change = odds[number] - odds[0]
@@ -166,18 +169,13 @@ def _divergences(
     return found
 
 
-def _early(plain: Sequence[Answer], steered: Sequence[Answer]) -> float:
+def _early(plain: Sequence[Generated], steered: Sequence[Generated]) -> float:
     return mean(
         [
             float(after.ended and len(after.token_ids) < EARLY * len(before.token_ids))
             for before, after in zip(plain, steered)
         ]
     )
-
-
-def _generated(answer: Answer) -> Generated:
-    ids = answer.prompt_ids + answer.token_ids
-    return Generated(answer.text, ids, len(answer.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

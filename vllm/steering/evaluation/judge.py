@@ -13,7 +13,7 @@ from statistics import harmonic_mean
 
 import httpx
 
-from vllm.steering.evaluation.engine import Answer
+from vllm.steering.sweep import Generated
 from vllm.v1.steering.errors import fail
 
 QUESTIONS = {
@@ -46,7 +46,7 @@ class RemoteJudge:
     concept: str
     api_key: str | None = None
 
-    def __call__(self, answers: Sequence[Answer]) -> float:
+    def __call__(self, answers: Sequence[Generated]) -> float:
         """The mean over answers of the harmonic mean of the three ratings.
 
         Raises:
@@ -61,7 +61,7 @@ class RemoteJudge:
             ]
         return sum(scores) / len(scores)
 
-    def _rating(self, http: httpx.Client, answer: Answer, name: str) -> float:
+    def _rating(self, http: httpx.Client, answer: Generated, name: str) -> float:
         prompt = answer.prompt
         instruction = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         content = FORM.format(

@@ -35,16 +35,17 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the completions of each prompt side by side, unsteered first."""
     from vllm.steering.convert import read_vectors, reworked
-    from vllm.steering.sweep import check_fits, generate, unsteered_and
+    from vllm.steering.sweep import at_scales, check_fits, generate
     from vllm.steering.tables import side_by_side
 
     prompts = prompts_of(args)
     vectors = reworked(read_vectors(args.vectors, reading_of(args)), args.layers)
     with started_engine(args, enable_steering=True) as llm:
         check_fits(llm, vectors, args.vectors)
-        settings = unsteered_and(vectors, args.scales)
+        scales = [0.0, *filter(None, args.scales)]
+        settings = at_scales(vectors, scales)
         texts = generate(llm, prompts, settings, sampling_of(args))
-    titles = [setting.title for setting in settings]
+    titles = [f"times {scale:+g}" if scale else "unsteered" for scale in scales]
     width = shutil.get_terminal_size((100, 24)).columns
     for number, prompt in enumerate(prompts):
         shown = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
