@@ -83,7 +83,6 @@ def demo_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo_llm(demo_root: Path) -> Iterator[Any]:
     """An engine of the demo model with all features, for commands and examples."""
     from vllm import LLM
-    from vllm.steering.extract import CONSUMER
 
     opened = LLM(
         str(ROOT / "examples/demo_model/weights"),
@@ -91,7 +90,7 @@ def demo_llm(demo_root: Path) -> Iterator[Any]:
         enforce_eager=True,
         max_logprobs=-1,
         capture_consumers=[
-            CONSUMER,
+            "inline",
             f"arrow:root={demo_root}/tables",
             f"filesystem:root={demo_root}/files,default_layout=sharded",
         ],

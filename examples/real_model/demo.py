@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
 from real import HAPPY, SAD
 
 from vllm import LLM, SamplingParams
-from vllm.steering.extract import CONSUMER, extract
+from vllm.steering.extract import extract
 from vllm.steering.pairs import Pair
 
 TEXT = "The capital of France is"
@@ -80,7 +80,7 @@ def engine() -> LLM:
         dtype="float32",
         enforce_eager=True,
         max_model_len=512,
-        capture_consumers=[CONSUMER],
+        capture_consumers=["inline"],
         enable_readouts=True,
         enable_steering=True,
     )

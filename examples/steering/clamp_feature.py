@@ -17,7 +17,6 @@ from demo_engine import small_engine
 from small_sae import LAYER, rows_of, stories, train
 
 from vllm import LLM, SamplingParams
-from vllm.steering.extract import CONSUMER
 from vllm.steering.sae import encode, load_sae
 
 PROMPT = "Anna went to the garden after lunch."
@@ -32,7 +31,7 @@ def tell(llm: LLM, title: str, **steering: object) -> None:
 
 def main() -> None:
     """Train an SAE, register it, clamp the feature that separates the tones."""
-    llm = small_engine(capture_consumers=[CONSUMER])
+    llm = small_engine(capture_consumers=["inline"])
     gloomy, cheerful = (
         rows_of(llm, [story for story, tone in told if tone == wanted])
         for told in [list(stories(96))]

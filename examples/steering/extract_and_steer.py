@@ -14,7 +14,7 @@ from pathlib import Path
 from demo_engine import DEMO, small_engine
 
 from vllm import SamplingParams
-from vllm.steering.extract import CONSUMER, extract
+from vllm.steering.extract import extract
 from vllm.steering.pairs import Pair
 from vllm.steering.sweep import at_scales, generate
 from vllm.steering.tables import separation_table, side_by_side
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(arguments)
-    llm = small_engine(capture_consumers=[CONSUMER])
+    llm = small_engine(enable_readouts=True)
     found = extract(llm, contrasting_stories(40), layers=[2], position="mean")
     found.vectors.save(args.out)
     print(separation_table(found.directions))

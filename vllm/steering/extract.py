@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extracts steering vectors from the captured rows of contrasting texts."""
+"""Extracts steering vectors from the rows of contrasting texts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +10,6 @@ import numpy as np
 from vllm.steering.directions import Direction, Method, Rows, direction
 from vllm.steering.pairs import Pair, Prompt
 from vllm.v1.residual.model_identity import identity_of
-from vllm.v1.residual.sizes import row_bytes
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.spec.files import VectorSet, vector_set
@@ -21,15 +20,8 @@ if TYPE_CHECKING:
 
 Position = Literal["last", "mean"]
 
-GIB = 1 << 30
-CONSUMER: dict[str, Any] = {
-    "name": "inline",
-    "params": {"max_request_bytes": 2 * GIB, "max_inflight_bytes": 4 * GIB},
-}
-"""The capture consumer with which an engine must be started for extraction."""
-
-_AT_A_TIME = 64
-_MOST_HELD = 3 * GIB  # below the limit, as chat templates add a few tokens
+NAME = "row"
+"""The readout that a prompt's row is the result of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +43,9 @@ def extract(
     """Extract vectors that point from the negative to the positive texts.
 
     Args:
-        llm: an engine with the capture consumer `CONSUMER`.
+        llm: an engine with readouts.
         pairs: contrasting texts; 20 to 200 are usual.
-        hook: the hook point that is captured, and where the vectors act.
+        hook: the hook point that is read, and where the vectors act.
         layers: 0-based layers; all by default.
         method: see `directions.direction`.
         position: whether a text's row is that of its last token or the mean over all
@@ -61,7 +53,7 @@ def extract(
 
     Raises:
         SteeringValidationError: there are no pairs.
-        CaptureValidationError: the model has no such layer or hook point.
+        ReadoutValidationError: the model has no such layer or hook point.
 
     """
     if not pairs:
@@ -69,7 +61,7 @@ def extract(
     sides = []
     for side in ("positive", "negative"):
         prompts = [getattr(pair, side) for pair in pairs]
-        sides.append(capture_rows(llm, prompts, hook, layers, position))
+        sides.append(read_rows(llm, prompts, hook, layers, position))
     found = {
         tap: direction(sides[0][tap], sides[1][tap], method) for tap in sorted(sides[0])
     }
@@ -80,17 +72,17 @@ def extract(
     return Extracted(vector_set(vectors, said, "extracted"), found)
 
 
-def capture_rows(
+def read_rows(
     llm: "LLM",
     prompts: Sequence[Prompt],
     hook: str = "post_block",
     layers: Sequence[int] | None = None,
     position: Position = "last",
 ) -> dict[Tap, Rows]:
-    """Capture one row per prompt.
+    """Read one row per prompt.
 
     Args:
-        llm: an engine with the capture consumer `CONSUMER`.
+        llm: an engine with readouts.
         prompts: texts or chats.
         hook: the hook point.
         layers: 0-based layers; all by default.
@@ -100,69 +92,28 @@ def capture_rows(
         `[len(prompts), hidden_size]` float64 by `(layer, hook)`.
 
     Raises:
-        RuntimeError: a capture failed.
+        RuntimeError: a row could not be read.
 
     """
-    found: dict[Tap, list[Rows]] = {}
-    for output in _run(llm, prompts, hook, layers, position):
-        assert output.capture_results is not None, "every request captures"
-        result = output.capture_results["inline"]
-        if result.status != "ok":
-            raise RuntimeError(f"the capture of a prompt failed: {result.error}")
-        for tap, rows in result.payload.items():
-            found.setdefault(tap, []).append(rows.double().mean(dim=0).numpy())
-    return {tap: np.stack(rows) for tap, rows in found.items()}
-
-
-def _run(
-    llm: "LLM",
-    prompts: Sequence[Prompt],
-    hook: str,
-    layers: Sequence[int] | None,
-    position: Position,
-) -> Iterator["RequestOutput"]:
-    """Run the prompts in groups whose captured rows stay below the memory limit."""
     from vllm import SamplingParams
 
     spec = {
+        "kind": "rows",
         "hooks": {hook: "all" if layers is None else list(layers)},
         "positions": "last_prompt" if position == "last" else "all_prompt",
+        "reduce": position,
     }
-    params = SamplingParams(max_tokens=1, detokenize=False, capture={"inline": spec})
-    per_token = 0
-    if position == "mean":
-        config = llm.llm_engine.vllm_config
-        every = len(config.capture_config.hook_points or ())
-        of_row = row_bytes(config.model_config)
-        per_token = of_row * (every if layers is None else len(layers))
-    for some in in_groups(prompts, per_token):
-        yield from ask(llm, some, params)
-
-
-def in_groups(prompts: Sequence[Prompt], per_token: int) -> Iterator[Sequence[Prompt]]:
-    """Yield the prompts in groups whose rows the engine can capture at once.
-
-    Args:
-        prompts: texts or chats.
-        per_token: bytes captured per token.
-
-    """
-    group: list[Prompt] = []
-    held = 0
-    for prompt in prompts:
-        size = _most_tokens(prompt) * per_token
-        if group and (len(group) == _AT_A_TIME or held + size > _MOST_HELD):
-            yield group
-            group, held = [], 0
-        group.append(prompt)
-        held += size
-    yield group
-
-
-def _most_tokens(prompt: Prompt) -> int:
-    """An upper bound of the token count: the text's length in bytes."""
-    text = prompt if isinstance(prompt, str) else str(prompt)
-    return len(text.encode())
+    params = SamplingParams(max_tokens=1, detokenize=False, readouts={NAME: spec})
+    found: dict[Tap, list[Rows]] = {}
+    for output in ask(llm, prompts, params):
+        result = output.outputs[0].readouts[NAME]
+        if result.error:
+            raise RuntimeError(
+                f"the rows of a prompt could not be read: {result.error}"
+            )
+        for (layer, name), row in zip(result.taps, result["rows"], strict=True):
+            found.setdefault((layer, name), []).append(row.astype(np.float64))
+    return {tap: np.stack(rows) for tap, rows in found.items()}
 
 
 def ask(llm: "LLM", prompts: Sequence[Prompt], params: Any) -> "list[RequestOutput]":

@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
 from clearbox_client import Client, Reply
 
 from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput
-from vllm.v1.capture.types import CaptureResult
 
 if TYPE_CHECKING:
     from vllm.v1.residual.model_identity import ModelIdentity
@@ -30,7 +28,7 @@ AS_IDS = "token_id:"
 class ServerEngine:
     """What sweeps and evaluations use of an `LLM`, on a server with steering.
 
-    An evaluation also needs the consumer `inline` there, and `--max-logprobs -1`.
+    An evaluation also needs readouts there, and `--max-logprobs -1`.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -83,7 +81,7 @@ class ServerEngine:
             "n": params.n,
             "prompt_logprobs": params.prompt_logprobs,
             "steering_vectors": params.steering_vectors,
-            "capture": params.capture,
+            "readouts": params.readouts,
         }
         if params.logprobs is not None:
             fields["return_tokens_as_token_ids"] = True
@@ -116,16 +114,8 @@ def _output(reply: Reply) -> RequestOutput:
         ],
         finished=True,
     )
-    key: Any = ("", -1, "*")
-    made.capture_results = {
-        name: CaptureResult(
-            key,
-            cast(Any, one.status),
-            one.error,
-            {tap: torch.from_numpy(rows.values) for tap, rows in reply.rows.items()},
-        )
-        for name, one in reply.captures.items()
-    }
+    for choice, own in zip(made.outputs, reply.readouts_of):
+        choice.readouts = own
     return made
 
 

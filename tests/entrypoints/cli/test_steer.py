@@ -19,7 +19,6 @@ from vllm.entrypoints.cli.steer.options import (
     resolve_address,
 )
 from vllm.steering.convert import read_vectors
-from vllm.steering.extract import CONSUMER
 from vllm.steering.vectors import vector_set
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.provenance import Provenance
@@ -63,7 +62,7 @@ class TestOnAnEngine:
         model = ("--model", DEMO)
         options = ("--pairs", pairs, "--out", file, "--position", "mean")
         run(monkeypatch, "extract", *model, *options)
-        assert started[0].capture_consumers == [CONSUMER] and started[0].enforce_eager
+        assert started[0].enable_readouts and started[0].enforce_eager
         assert capsys.readouterr().out.count("100%") >= 5, "pairs are in order"
         found = read_vectors(file)
         assert found.taps == [(layer, "post_block") for layer in range(6)]

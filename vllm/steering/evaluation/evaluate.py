@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm.steering.evaluation.candidates import VECTOR, Candidate, candidates
 from vllm.steering.evaluation.engine import log_odds, next_tokens
-from vllm.steering.extract import capture_rows
+from vllm.steering.extract import read_rows
 from vllm.steering.measures import divergence, repetition, standard_error
 from vllm.steering.pairs import Pair, Prompt
 from vllm.steering.sweep import Generated, generate, mean, perplexities
@@ -85,8 +85,7 @@ def evaluate(
     """Evaluate every vector and its controls at every dose.
 
     Args:
-        llm: an engine with steering, the consumer `extract.CONSUMER` and
-            `max_logprobs=-1`.
+        llm: an engine with steering, readouts and `max_logprobs=-1`.
         vectors: the vectors, each of which is evaluated alone.
         pairs: held-out pairs, which the vectors were not computed from.
         harmless: prompts unrelated to the vectors.
@@ -146,7 +145,7 @@ def _candidates(
 ) -> list[Candidate]:
     layer, hook = tap
     sides = [
-        capture_rows(llm, [getattr(pair, side) for pair in pairs], hook, [layer])[tap]
+        read_rows(llm, [getattr(pair, side) for pair in pairs], hook, [layer])[tap]
         for side in ("positive", "negative")
     ]
     return candidates(tap, vectors.vectors[tap], sides[0], sides[1], seed)

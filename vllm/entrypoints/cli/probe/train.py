@@ -67,7 +67,7 @@ def _held_out(text: str) -> float | Path:
 
 def run(args: argparse.Namespace) -> None:
     """Train a probe at each layer, print their metrics and save the best one."""
-    from vllm.steering.extract import CONSUMER, capture_rows
+    from vllm.steering.extract import read_rows
     from vllm.steering.plot import check_can_draw, draw_probes
     from vllm.steering.probes import best_of, firing_rates, token_values, train
 
@@ -76,9 +76,8 @@ def run(args: argparse.Namespace) -> None:
         check_can_draw(args.plot)
     data, test = _data(args)
     texts = [text for text, is_held in zip(data.texts, test) if is_held]
-    fields = {"enable_readouts": True, "capture_consumers": [CONSUMER]}
-    with started_engine(args, **fields) as llm:
-        rows = capture_rows(llm, data.texts, args.hook, args.layers, args.position)
+    with started_engine(args, enable_readouts=True) as llm:
+        rows = read_rows(llm, data.texts, args.hook, args.layers, args.position)
         probes = {
             tap: train(own, data.labels, test, args.method, args.penalty)
             for tap, own in sorted(rows.items())

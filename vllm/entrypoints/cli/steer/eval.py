@@ -86,7 +86,6 @@ def run(args: argparse.Namespace) -> None:
     from vllm.steering.convert import read_vectors, reworked
     from vllm.steering.evaluation.curves import draw_points, points_table
     from vllm.steering.evaluation.evaluate import evaluate, verdicts
-    from vllm.steering.extract import CONSUMER
     from vllm.steering.pairs import read_pairs
     from vllm.steering.plot import check_can_draw
     from vllm.steering.sweep import check_fits
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         check_can_draw(args.plot)
     with started_engine(
-        args, enable_steering=True, capture_consumers=[CONSUMER], max_logprobs=-1
+        args, enable_steering=True, enable_readouts=True, max_logprobs=-1
     ) as llm:
         check_fits(llm, vectors, args.vectors)
         points = evaluate(

@@ -45,15 +45,14 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Extract and save vectors; print how well each one separates the pairs."""
-    from vllm.steering.extract import CONSUMER, extract
+    from vllm.steering.extract import extract
     from vllm.steering.pairs import read_pairs
     from vllm.steering.tables import separation_table
 
     check(args)
     pairs = read_pairs(args.pairs)
     optional = [args.hook] if args.hook in OPTIONAL_POINTS else None
-    fields = {"capture_consumers": [CONSUMER], "hook_points": optional}
-    with started_engine(args, **fields) as llm:
+    with started_engine(args, enable_readouts=True, hook_points=optional) as llm:
         found = extract(llm, pairs, args.hook, args.layers, args.method, args.position)
     found.vectors.save(args.out)
     print(separation_table(found.directions))
