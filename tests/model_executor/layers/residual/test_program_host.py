@@ -78,12 +78,15 @@ def test_rows_that_are_adjacent_or_apart_become_those_of_the_reference(
         assert changed.all()
     found = []
     wide = torch.zeros(tokens, 2 * width)
-    for apart in (False, True):
+    for apart, batched in ((False, False), (True, False), (True, True)):
         hidden, other = given.clone(), None if residual is None else residual.clone()
         if apart:
             hidden = wide[:, :width].copy_(given)
-        intervene_rows(hidden, other, index, rows, torch.zeros(8, 4), WHOLE)
+        pair = hidden, other
+        if batched:  # [1, T, H], as the Transformers backend has it
+            pair = hidden[None], None if other is None else other[None]
+        intervene_rows(*pair, index, rows, torch.zeros(8, 4), WHOLE)
         assert torch.equal(hidden[rows[:tokens] == 0], given[rows[:tokens] == 0])
         found.append(hidden if other is None else hidden + other)
-    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     torch.testing.assert_close(found[0], wanted)

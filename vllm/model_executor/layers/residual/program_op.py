@@ -25,10 +25,7 @@ from vllm.model_executor.layers.residual.host_calls import (
     HostCalls,
     run_calls,
 )
-from vllm.model_executor.layers.residual.program_host import (
-    execute_all,
-    execute_programs,
-)
+from vllm.model_executor.layers.residual.program_host import execute_programs
 from vllm.model_executor.layers.residual.program_kernel import launch_programs
 from vllm.model_executor.layers.residual.spread import (
     SUMMANDS,
@@ -76,8 +73,9 @@ def intervene_wanted(
     spread: int,
 ) -> None:
     """`intervene_rows` in a step that runs programs at the hook point."""
-    usual = hidden.is_cpu and spread == WHOLE and not HostCalls.at
-    if usual and execute_all(hidden, residual, index, rows, gates):
+    if hidden.is_cpu and spread == WHOLE and not HostCalls.at:
+        # The usual case there, without the code that the others need.
+        execute_programs(hidden, hidden, residual, index, rows, gates)
         return
     if spread > WHOLE:  # Every rank computes whole rows, and decides conditions alike.
         whole = gathered(hidden, spread)
