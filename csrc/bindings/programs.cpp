@@ -2,14 +2,11 @@
 // Programs of hook points for Python. It passes addresses and keeps the memory alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
-#include <nanobind/stl/string_view.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 
-#include "bindings/dtype_named.h"
 #include "bindings/module.h"
 #include "bindings/unlocked.h"
 #include "programs/run.h"
@@ -28,7 +25,7 @@ using Rows = std::array<std::size_t, 2>;
 
 void run(const Rows& source, const Rows& hidden, const Rows& residual,
          const Rows& gates, std::size_t index, std::size_t rows, std::size_t tokens,
-         std::size_t width, std::size_t first, std::string_view dtype, bool leads) {
+         std::size_t width, std::size_t first, int dtype, bool leads) {
   const StepRows step{reinterpret_cast<const void*>(source[0]),
                       source[1],
                       reinterpret_cast<void*>(hidden[0]),
@@ -42,7 +39,7 @@ void run(const Rows& source, const Rows& hidden, const Rows& residual,
                       tokens,
                       width,
                       first,
-                      dtype_named(dtype),
+                      static_cast<Dtype>(dtype),
                       leads};
   if (tokens <= kFewTokens) return run_programs(step);
   const Unlocked unlocked;

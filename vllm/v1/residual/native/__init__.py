@@ -20,12 +20,8 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 MODULE = "vllm.v1.residual.native._native"
 
-DTYPES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
-"""The dtypes that native programs support."""
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""The dtypes that native programs support, as numbered in `csrc/dtype.h`."""
 
 Rows: TypeAlias = tuple[int, int]
 """The address of a matrix, and the number of values from one row to the next."""
@@ -54,7 +50,7 @@ class Library(Protocol):
         tokens: int,
         width: int,
         first: int,
-        dtype: str,
+        dtype: int,
         leads: bool,
     ) -> None:
         """Execute each token's program, in place; see `csrc/programs/run.h`.
