@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What earlier stages send arrives at the last one as it was."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,35 +40,23 @@ def passed_on(message: StageMessage) -> StageMessage:
 
 
 def test_a_joined_set_serves_the_steps_of_its_batch() -> None:
-    own = Job(KEY, [entry("b", WHOLE, 1)])
-    norm = Job(("norm",), [entry("b", WHOLE, 1)])
-    job_set: Any = SimpleNamespace(jobs=[norm, own, Job(SEND), Job(("step", "n", 1))])
-
     def places(more: int) -> list[Any]:
         message = StageMessage()
         message.add_rows(job(SEND, "a", slice(2), 5), None, 3 + more)
         message.add_rows(job(SEND, "a", slice(2, 3), 7), None, 1 + more)
         return message.places
 
-    made = make_joined_set(
-        places(0),
-        {"a": {"all": (WHOLE, KEY)}},
-        job_set,
-        1,
-        torch.from_numpy,
-    )
-    # One product for the lenses of both requests.
-    (only,) = made.jobs
-    assert [one.first for one in only.job.entries] == [0, 6] and only.own is own
-    assert [one.start for one in only.job.entries] == [7, 1]
-    assert made.fits(places(0), job_set, 1) and made.fits(places(4), job_set, 5)
-    assert not made.fits(places(4), job_set, 1)
-    assert not made.fits(places(0), SimpleNamespace(jobs=[]), 1)  # type: ignore[arg-type]
-    assert not made.fits(places(0)[:1], job_set, 1)
-    early, late, here = torch.zeros(4, 1), torch.ones(2, 1), torch.ones(6, 1)
-    assert len(made.rows([early, late], only.where, [here])) == 12
+    joined = {"a": {"all": (WHOLE, KEY)}}
+    made = make_joined_set(places(0), joined, 1, torch.from_numpy)
+    ((only, where),) = made.jobs
+    assert [(one.first, one.start) for one in only.entries] == [(0, 7)]
+    assert made.fits(places(0), 1) and made.fits(places(4), 5)
+    assert not made.fits(places(4), 1)
+    assert not made.fits(places(0)[:1], 1)
+    early, late = torch.zeros(4, 1), torch.ones(2, 1)
+    assert made.rows([early, late], where)[:, 0].tolist() == [0, 0, 1, 0, 0, 1]
     with pytest.raises(RuntimeError, match="failed to send"):
-        made.rows([late], only.where, [here])
+        made.rows([late], where)
 
 
 def test_a_rank_without_rows_knows_the_jobs() -> None:

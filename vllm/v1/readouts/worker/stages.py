@@ -11,8 +11,8 @@ once: the rows are sent there.
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,7 +23,6 @@ from vllm.v1.readouts.worker.jobs import (
     Indices,
     Job,
     JobKey,
-    JobSet,
     no_rows,
 )
 from vllm.v1.readouts.worker.pending import JobResult
@@ -231,16 +230,6 @@ class ReceivedStageMessage:
         return StageMessage(places, rows, results)
 
 
-class JoinedJob(NamedTuple):
-    """A job of readouts that read sent rows."""
-
-    job: Job
-    where: torch.Tensor
-    """`[rows]`: indices of the rows among those sent."""
-    own: Job | None
-    """A lens of rows that were not sent, which follows: one product serves both."""
-
-
 @dataclass(slots=True)
 class JoinedSet:
     """The jobs of sent rows, in consecutive steps of a batch."""
@@ -248,52 +237,37 @@ class JoinedSet:
     places: list[list[Place]]
     shifts: list[int]
     """Of the places, less what is added to the positions of the jobs' entries."""
-    job_set: JobSet | None
-    """The last stage's own jobs."""
-    jobs: list[JoinedJob]
+    jobs: list[tuple[Job, torch.Tensor]]
+    """Each with the indices `[rows]` of its rows among those sent."""
     num_rows: int
     """How many rows are sent."""
 
-    def rows(
-        self,
-        sent: Sequence[torch.Tensor],
-        index: torch.Tensor,
-        followed: Sequence[torch.Tensor | Any],
-    ) -> torch.Tensor:
+    def rows(self, sent: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
         """The rows of a job.
 
         Args:
             sent: all rows, in the order of the places.
             index: of the job's rows among them.
-            followed: the rows that the last stage has itself, if there are any.
 
         Raises:
             RuntimeError: rows are missing, because a stage has failed.
 
         """
-        missing = sum(len(one) for one in sent) != self.num_rows
-        if missing or any(isinstance(one, str) for one in followed):
+        if sum(len(one) for one in sent) != self.num_rows:
             raise RuntimeError("a pipeline stage failed to send rows; its log says why")
-        rows = (sent[0] if len(sent) == 1 else torch.cat(list(sent))).index_select(
-            0, index
-        )
-        return torch.cat((rows, *followed)) if followed else rows
+        rows = sent[0] if len(sent) == 1 else torch.cat(list(sent))
+        return rows.index_select(0, index)
 
-    def fits(
-        self, places: Sequence[Places], job_set: JobSet | None, further: int
-    ) -> bool:
+    def fits(self, places: Sequence[Places], further: int) -> bool:
         """Whether the set applies to a step."""
-        return (
-            self.job_set is job_set
-            and self.shifts == [shift - further for shift, _ in places]
-            and self.places == [own for _, own in places]
+        return self.shifts == [shift - further for shift, _ in places] and (
+            self.places == [own for _, own in places]
         )
 
 
 def make_joined_set(
     places: Sequence[Places],
     joined: Mapping[str, Joined],
-    job_set: JobSet | None,
     further: int,
     to_device: Callable[[Indices], torch.Tensor],
 ) -> JoinedSet:
@@ -302,29 +276,16 @@ def make_joined_set(
     Args:
         places: of all sent rows.
         joined: the readouts, by request.
-        job_set: the last stage's own jobs.
         further: is added to the positions of all jobs' entries.
         to_device: copies an index array to the device.
 
     """
-    rest = [
-        job
-        for job in (() if job_set is None else job_set.jobs)
-        if job.key[0] not in (*SEND, "step")
-    ]
-    jobs = []
-    for job, index in joined_jobs(places, joined, further):
-        alike = (one for one in rest if job.key[0] == "lens" and one.key == job.key)
-        own = next(alike, None)
-        if own is not None:
-            moved = [replace(e, first=e.first + len(index)) for e in own.entries]
-            job = Job(job.key, [*job.entries, *moved])
-            rest = [one for one in rest if one is not own]
-        jobs.append(JoinedJob(job, to_device(index), own))
+    found = joined_jobs(places, joined, further)
+    jobs = [(job, to_device(index)) for job, index in found]
     shifts = [shift - further for shift, _ in places]
     own_places = [own for _, own in places]
     count = sum(one[3] * len(one[4]) for own in own_places for one in own)
-    return JoinedSet(own_places, shifts, job_set, jobs, count)
+    return JoinedSet(own_places, shifts, jobs, count)
 
 
 def joined_jobs(

@@ -369,8 +369,7 @@ class WorkerReadouts:
         elif message:
             if job_set is None and message.places:
                 further = message.places[0][0]
-            joined = self._joined_set_of(message, further)
-            work = self._with_joined(work, message, joined)
+            work += self._joined_work(message, self._joined_set_of(message, further))
             starts = {req: at - further for req, at in _starts(view).items()}
             self._compute(work, message, further, starts)
         elif work:
@@ -391,15 +390,9 @@ class WorkerReadouts:
     def _joined_set_of(self, message: StageMessage, further: int) -> JoinedSet:
         """The joined set of a step, which may be that of the batch's step before."""
         for one in self._joined_sets:
-            if one.fits(message.places, self._job_set, further):
+            if one.fits(message.places, further):
                 return one
-        made = make_joined_set(
-            message.places,
-            self._joined,
-            self._job_set,
-            further,
-            self._to_device,
-        )
+        made = make_joined_set(message.places, self._joined, further, self._to_device)
         self._joined_sets.append(made)
         return made
 
@@ -412,26 +405,18 @@ class WorkerReadouts:
             rows = [self._rows(one, staging, first_row) if has else None for one in own]
             self.on_rows(list(zip(own, rows, strict=True)), further)
 
-    def _with_joined(
-        self,
-        work: Sequence[Work],
-        message: StageMessage,
-        joined: JoinedSet,
-    ) -> list[Work]:
-        """The jobs of a step, with those of rows that stages have sent."""
-        further: list[Work] = []
-        for job, index, own in joined.jobs:
-            followed = [rows for one, rows in work if one is own]
-            work = [one for one in work if one[0] is not own]
+    def _joined_work(self, message: StageMessage, joined: JoinedSet) -> list[Work]:
+        """The jobs of rows that stages have sent, in equal order on all ranks."""
+        work: list[Work] = []
+        for job, index in joined.jobs:
             if self._has_rows:
                 try:
-                    rows = joined.rows(message.rows, index, followed)
-                    further.append((job, rows))
+                    work.append((job, joined.rows(message.rows, index)))
                 except Exception as error:
-                    further.append((job, _problem(job, error)))
+                    work.append((job, _problem(job, error)))
             elif job.key[0] == "lens":
-                further.append((job, self.head.no_rows(job.num_rows)))
-        return [*work, *further]
+                work.append((job, self.head.no_rows(job.num_rows)))
+        return work
 
     def _compute(
         self,
