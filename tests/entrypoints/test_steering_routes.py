@@ -237,12 +237,15 @@ def test_a_large_body_is_refused_before_it_is_all_there(client: TestClient) -> N
     assert fits.status_code == 200
 
 
+SOME_LAYERS = {"pre_attn": {"0": ONE, "7": ONE}}
+"""Of which the model has one."""
+
 BAD: list[tuple[str, Any, str]] = [
     ("set", {}, "at least one of"),
     ("set", [], "JSON object"),
     ("set", {"vector": ONE}, "no such field"),
     ("set", {"vectors": VECTORS, "replace": "yes"}, "true or false"),
-    ("set", {"vectors": {"pre_attn": {"7": ONE}}}, "no layer 7"),
+    ("set", {"vectors": VECTORS, "decode_vectors": SOME_LAYERS}, "no layer 7"),
     ("clear", {"vectors": VECTORS}, "no such field"),
     ("modules/register", {"name": "x"}, "at least one"),
     ("modules/register", {"name": " x ", "vectors": VECTORS}, "blanks"),
