@@ -5,7 +5,7 @@ A valid row has its position in every element, at every tap; an invalid row (a r
 draft, a row past the end) has -1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,18 +71,6 @@ def lives(draw: st.DrawFn, most_drafts: int = 3) -> Life:
     generated = known - prompt
     counted = draw(st.integers(0, generated))
     return Life(prompt, tuple(steps), counted, furthest, computed == furthest)
-
-
-def void_after_the_end(life: Life) -> Iterator[Step]:
-    """The steps, with rows past the front end's end of the request invalidated."""
-    for step in life.steps:
-        yield Step(
-            step.start,
-            tuple(
-                value if step.start + i < life.stop else VOID
-                for i, value in enumerate(step.values)
-            ),
-        )
 
 
 def standing(life: Life, selected: Sequence[int]) -> list[int]:

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.residual.tap import ResidualTap
 from vllm.v1.capture.groups import chunks_in
 from vllm.v1.capture.staging.request_pages import RequestPages
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
+from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.capture.transport.addresses import rows_address
 from vllm.v1.capture.transport.zmq_channel import (
     ChunksMessage,
@@ -73,6 +74,7 @@ class Bench:
         tensor_rank: int = 0,
         truncating: Sequence[str] = (),
         page_every: int = 2,
+        batches: int = 1,
     ) -> None:
         """Start; steps with a multiple of `page_every` rows get a page."""
         self.messages: queue.Queue[Any] = queue.Queue()
@@ -91,8 +93,9 @@ class Bench:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
             model_config=SimpleNamespace(served_model_name="tiny", model="tiny"),
             parallel_config=SimpleNamespace(
-                data_parallel_index=0, pipeline_parallel_size=1
+                data_parallel_index=0, pipeline_parallel_size=batches
             ),
+            max_concurrent_batches=batches,
             speculative_config=None,
             use_v2_model_runner=False,
         )
@@ -148,7 +151,12 @@ class Bench:
             None if ahead is None else lambda: true,
         )
         Launch.taps = self.worker.plan_step(view)
-        self.worker.begin_step(rows)
+        placed, padding = self.worker._placed, len(batch) % 3
+        self.worker.begin_step(rows + padding)
+        if placed is not None:  # Graphs launch ops of which this step reads nothing.
+            expected = slots_of(placed.layout, range(len(TAPS)), STEP_TOKENS)
+            found = self.worker._slots.of_taps[:, :STEP_TOKENS]
+            assert found.tolist() == expected.tolist()
         values = torch.tensor([value for _, _, row in batch for value in row])
         for number, tap in enumerate(TAPS):
             # Each row includes the tap's number, so that an exchange is detected.

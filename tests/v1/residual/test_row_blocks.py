@@ -1,102 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each selected row has a place in a block; decoding requests keep theirs."""
-
-from collections import Counter, defaultdict
-from typing import Any
+"""Decoding requests keep their places in a block, before the rows of others."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.v1.capture._strategies import plan_for, positions, taps, wanted
-from vllm.v1.capture.staging.slot_mapping import assign_slots, no_slots
-from vllm.v1.residual.row_blocks import (
-    MOST_EMPTY,
-    Block,
-    BlockKey,
-    BlockRows,
-    Pick,
-    local_groups,
-    pick_rows,
-    rows_of,
-)
+from vllm.v1.residual.row_blocks import MOST_EMPTY, Block, BlockKey, BlockRows, Pick
 from vllm.v1.residual.step_view import Decoding, StepView
-
-PROMPT, END = 6, 16
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> tuple[StepView, dict[str, dict]]:
-    """A batch of requests, some of them captured, in any order and phase."""
-    number = draw(st.integers(1, 5))
-    ids = draw(st.permutations([f"r{i}" for i in range(number)]))
-    computed = [draw(st.integers(0, END)) for _ in ids]
-    scheduled = [draw(st.integers(1, 6)) for _ in ids]
-    wants = {i: draw(wanted(PROMPT, END)) for i in ids if draw(st.booleans())}
-    padding = draw(st.integers(0, 3))
-    view = StepView(
-        ids,
-        np.array(computed),
-        np.array(scheduled),
-        sum(scheduled) + padding,
-    )
-    return view, wants
-
-
-def blocks_of(view: StepView, groups: dict[str, Any]) -> tuple[Block, ...]:
-    """The blocks of a step in which no request has a row index."""
-    picked: defaultdict[BlockKey, list[Pick]] = defaultdict(list)
-    for req_id, start, count, row in zip(
-        view.req_ids,
-        view.num_computed.tolist(),
-        view.num_scheduled.tolist(),
-        view.first_row.tolist(),
-        strict=True,
-    ):
-        for place, pick in pick_rows(req_id, groups.get(req_id, ()), start, count, row):
-            picked[place].append(pick)
-    return BlockRows(0).blocks(picked)
-
-
-@given(steps(), st.sets(taps()))
-def test_each_selected_row_of_each_tap_gets_one_slot_of_its_own(
-    step: tuple[StepView, dict[str, dict]], absent: set
-) -> None:
-    view, wants = step
-    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
-    columns = {tap: i for i, tap in enumerate(t for t in every if t not in absent)}
-    plans = {req_id: plan_for(want, PROMPT) for req_id, want in wants.items()}
-    blocks = blocks_of(
-        view, {req_id: local_groups(plan, columns) for req_id, plan in plans.items()}
-    )
-    slots = no_slots(len(columns), view.num_rows)
-    assign_slots(blocks, {}, slots)
-
-    expected = np.zeros_like(slots, dtype=bool)
-    for index, req_id in enumerate(view.req_ids):
-        start = int(view.num_computed[index])
-        for want in wants.get(req_id, {}).values():
-            for tap, ranges in want.items():
-                for position in positions(ranges, start + view.num_scheduled[index]):
-                    if tap in columns and position >= start:
-                        row = view.first_row[index] + position - start
-                        expected[columns[tap], row] = True
-    assert ((slots != -1) == expected).all()
-    used = sorted(slots[expected].tolist())
-    assert used == list(range(rows_of(blocks)))
-
-
-@given(steps())
-def test_blocks_do_not_grow_with_the_number_of_layers(
-    step: tuple[StepView, dict[str, dict]],
-) -> None:
-    view, wants = step
-    every = sorted({tap for want in wants.values() for t in want.values() for tap in t})
-    columns = {tap: i for i, tap in enumerate(every)}
-    groups = {i: local_groups(plan_for(w, PROMPT), columns) for i, w in wants.items()}
-    blocks = blocks_of(view, groups)
-    most = Counter(block.columns for block in blocks).most_common(1)
-    assert not most or most[0][1] == 1
 
 
 @given(st.data())

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.v1.capture._simulation import WIDTH, Life, Step, lives, standing
+from tests.v1.capture._simulation import WIDTH, Life, Step, lives
 from tests.v1.capture._strategies import plan_for, positions, rows_of_step, wanted
 from vllm.v1.capture.dispatch.request import CapturedRequest, never_started
 from vllm.v1.capture.dispatch.row_buffer import Rows
 from vllm.v1.capture.groups import GroupChunk, chunks_in
 from vllm.v1.capture.types import CaptureChunk, CaptureFinalize, CaptureResult
-from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, group_taps
+from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
 from vllm.v1.residual.readout_plan import (
     Readout,
     ReadoutPlan,
@@ -75,10 +74,8 @@ def run(
     life: Life,
     reason: str,
     early: frozenset[str],
-    ahead: Sequence[int] = (),
     paged: bool = False,
 ) -> Consumers:
-    """Run a request; `ahead`: the offset of each step's assumed positions."""
     taps = [tap for group in plan.groups for tap in group.taps]
     groups = local_groups(plan, {tap: i for i, tap in enumerate(taps)})
     prompt = list(range(100, 100 + life.num_prompt_tokens))
@@ -87,8 +84,7 @@ def run(
     pages = [Page(life.num_prompt_tokens) for _ in groups]
     for number, step in enumerate(life.steps):
         for index, group in enumerate(groups):
-            wrong = ahead[number] if ahead else 0
-            for rows in step_rows(step, group.ranges, len(group.taps), number, wrong):
+            for rows in step_rows(step, group.ranges, len(group.taps), number):
                 placed = pages[index].place(rows) if paged else rows
                 consumers.take(request.add(index, placed))
     chunks, endings = request.finish(end_of(life, reason), unanswered)
@@ -99,17 +95,10 @@ def run(
     return consumers
 
 
-def step_rows(
-    step: Step, ranges: Any, taps: int, number: int, ahead: int = 0
-) -> list[Rows]:
-    assumed = step.start + ahead
+def step_rows(step: Step, ranges: Any, taps: int, number: int) -> list[Rows]:
     return [
-        rows_of_step(
-            start - ahead,
-            step.rows(start - ahead, stop - ahead).repeat(taps, 1, 1),
-            number,
-        )
-        for start, stop in overlap(ranges, assumed, assumed + len(step.values))
+        rows_of_step(start, step.rows(start, stop).repeat(taps, 1, 1), number)
+        for start, stop in overlap(ranges, step.start, step.start + len(step.values))
     ]
 
 
@@ -119,70 +108,6 @@ def end_of(life: Life, reason: str) -> CaptureEnd:
 
 def unanswered(instance: str, result: CaptureResult) -> None:
     """Nobody waits."""
-
-
-@given(
-    st.data(), lives(), st.sampled_from([frozenset(), frozenset("a")]), st.booleans()
-)
-def test_each_reader_gets_its_rows_once_and_in_order(
-    data: st.DataObject, life: Life, early: frozenset[str], paged: bool
-) -> None:
-    want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
-    plan = plan_for(want, life.num_prompt_tokens)
-    consumers = run(plan, life, "abort", early, paged=paged)
-    for instance, taps in want.items():
-        for tap, ranges in taps.items():
-            sidecar = consumers.finalizes[instance, tap].sidecar
-            kept = sidecar["positions"]
-            assert consumers.rows(instance, tap) == [(p, float(p)) for p in kept]
-            expected = standing(life, positions(ranges, life.stop))
-            # Aborted while it recomputed: the rows that were held are gone.
-            assert kept == [p for p in expected if life.settled or p in kept]
-            assert sidecar["token_ids"] == [
-                100 + p
-                if p < life.num_prompt_tokens
-                else 200 + p - life.num_prompt_tokens
-                for p in kept
-            ]
-
-
-@given(st.data(), lives(), st.integers(1, 4))
-def test_steps_whose_positions_are_assumed_too_high_give_the_same_rows(
-    data: st.DataObject, life: Life, lag: int
-) -> None:
-    want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
-    plain = plan_for(want, life.num_prompt_tokens)
-    groups = group_taps(want, life.num_prompt_tokens, lag)
-    ahead = [
-        data.draw(st.integers(0, lag)) if step.start >= life.num_prompt_tokens else 0
-        for step in life.steps
-    ]
-    known = run(plain, life, "abort", frozenset())
-    assumed = run(
-        msgspec.structs.replace(plain, groups=groups), life, "abort", frozenset(), ahead
-    )
-    assert known.finalizes.keys() == assumed.finalizes.keys()
-    for (instance, tap), final in known.finalizes.items():
-        rows = assumed.rows(instance, tap)
-        if life.settled:
-            assert assumed.finalizes[instance, tap].sidecar == final.sidecar
-            assert rows == known.rows(instance, tap)
-        else:  # Aborted while it recomputed: rows that were held may be gone.
-            assert rows == [(position, float(position)) for position, _ in rows]
-
-
-@given(st.data(), lives(), st.booleans())
-def test_a_consumer_that_cannot_truncate_gets_no_row_that_is_void(
-    data: st.DataObject, life: Life, paged: bool
-) -> None:
-    want = data.draw(wanted(life.num_prompt_tokens, life.stop + 2))
-    plan = plan_for(want, life.num_prompt_tokens)
-    consumers = run(plan, life, "abort", early=frozenset(), paged=paged)
-    for (instance, tap), chunks in consumers.chunks.items():
-        rows = sum(len(chunk.tensor) for chunk in chunks)
-        # An abort may happen before all prompt rows have arrived, but never after more
-        # rows than the sidecar counts.
-        assert rows == consumers.finalizes[instance, tap].sidecar["num_rows"]
 
 
 @given(st.data(), lives().filter(lambda life: life.settled))
@@ -294,6 +219,7 @@ def test_a_prompt_of_several_steps_is_one_view_unless_its_reader_takes_rows_earl
     assert sizes == ([2, 2, 2, 1] if early else [6, 1])
     rows = [(position, float(position)) for position in range(2, 9)]
     assert consumers.rows("a", tap) == rows
+    assert consumers.finalizes["a", tap].sidecar["token_ids"] == [*range(102, 108), 200]
     if not early:
         (prompt, _) = (chunk.tensor for chunk in consumers.chunks["a", tap])
         assert prompt.untyped_storage().nbytes() == 6 * WIDTH * 4

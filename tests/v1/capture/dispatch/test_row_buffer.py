@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.v1.capture._simulation import Life, lives, standing, void_after_the_end
-from tests.v1.capture._strategies import positions, ranges, rows_of_step
+from tests.v1.capture._strategies import rows_of_step
 from vllm.v1.capture.dispatch.row_buffer import (
     GATHERED,
     Piece,
@@ -18,7 +17,6 @@ from vllm.v1.capture.dispatch.row_buffer import (
     joined,
 )
 from vllm.v1.capture.memory.buffer_pool import RowCopy, copy_rows
-from vllm.v1.residual.spans import overlap
 
 MEMORY = torch.arange(400).float()[:, None].repeat(1, 2)
 """Memory whose rows contain their index."""
@@ -167,33 +165,3 @@ def test_a_part_of_a_step_says_nothing_of_the_part_before_it() -> None:
     assert ledger.add(rows_at(5, -1.0, step=1)) == []  # drafts, both rejected
     assert ledger.add(rows_at(3, 3.0, step=2)) == []
     assert delivered(ledger.finish(4)) == [(3, 3.0)]
-
-
-@given(st.data(), lives())
-def test_selected_rows_are_handed_on_once_and_in_order(
-    data: st.DataObject, life: Life
-) -> None:
-    wanted = data.draw(ranges(life.num_prompt_tokens, life.stop + 3))
-    ledger, handed = RowLedger(), []
-    for number, step in enumerate(life.steps):
-        for start, stop in overlap(wanted, step.start, step.start + len(step.values)):
-            rows = step.rows(start, stop)[None]
-            handed += ledger.add(rows_of_step(start, rows, number))
-    handed += ledger.finish(life.stop)
-    counted = [pair for pair in delivered(handed) if pair[0] < life.stop]
-    expected = [(p, float(p)) for p in standing(life, positions(wanted, life.stop))]
-    if life.settled:
-        assert counted == expected
-    else:  # Aborted during recomputation: the held rows are lost.
-        assert counted == [pair for pair in expected if pair in counted]
-
-
-@given(lives())
-def test_without_an_early_end_nothing_that_is_void_is_handed_on(life: Life) -> None:
-    ledger, handed = RowLedger(), []
-    for number, step in enumerate(void_after_the_end(life)):
-        if step.start < life.stop:
-            rows = step.rows(step.start, step.start + len(step.values))
-            handed += ledger.add(rows_of_step(step.start, rows[None], number))
-    handed += ledger.finish(life.stop)
-    assert all(value == position for position, value in delivered(handed))

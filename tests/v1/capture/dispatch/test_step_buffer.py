@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests start and end between consecutive steps: the place of each row."""
 
-from collections import defaultdict
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from vllm.v1.capture.dispatch.step_buffer import (
-    ByGroup,
-    StagedStep,
-    StepBuffer,
-    StepChain,
-)
-from vllm.v1.capture.memory.buffer_pool import copy_rows
+from vllm.v1.capture.dispatch.step_buffer import StagedStep, StepBuffer, StepChain
 from vllm.v1.capture.staging.ring import Segment
-from vllm.v1.capture.staging.slot_mapping import slots_of
 from vllm.v1.residual.row_blocks import LocalGroup
 from vllm.v1.residual.spans import OPEN_END
 from vllm.v1.residual.step_layout import StepLayout
@@ -37,14 +26,12 @@ GROUPS = (
 
 
 class Steps:
-    """Consecutive steps, and the place in memory of each of their rows."""
+    """Consecutive steps."""
 
     def __init__(self, batches: int = 1) -> None:
         self._placement = StepLayout(range(TAPS), 1000, None, batches)
         self._known: set[str] = set()
         self._end = self._number = 0
-        self.rows: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-        """Position and place of each row, by request and group."""
 
     def step(self, positions: dict[str, int]) -> StagedStep:
         names = list(positions)
@@ -55,61 +42,10 @@ class Steps:
         starts, ones = np.array(list(positions.values())), np.ones(len(names), int)
         placed = self._placement.place(StepView(names, starts, ones, len(names)))
         assert placed is not None
-        layout = placed.layout
-        segment = Segment(self._end, layout.num_rows)
-        slots = slots_of(layout, range(TAPS), len(names))
-        for row, name in enumerate(names):
-            for group in range(TAPS):
-                if slots[group, row] >= 0:
-                    place = self._end + int(slots[group, row])
-                    self.rows[name, group].append((positions[name], place))
-        self._end += layout.num_rows
+        segment = Segment(self._end, placed.layout.num_rows)
+        self._end += segment.num_rows
         self._number += 1
         return StagedStep(self._number, placed, segment)
-
-
-def noted(
-    found: Mapping[str, ByGroup], taken: dict[Any, list[tuple[int, int]]]
-) -> None:
-    for req_id, by_group in found.items():
-        for group, pieces in by_group.items():
-            for piece in pieces:
-                rows = torch.zeros(1, piece.num_rows, 1)
-                copy_rows([piece.copy_to(rows, 0)])
-                places = rows[0, :, 0].int().tolist()
-                assert len(places) == piece.num_rows == piece.num_steps > 0
-                stop = piece.start + piece.num_rows
-                taken[req_id, group] += zip(
-                    range(piece.start, stop), places, strict=True
-                )
-
-
-@given(st.data())
-def test_everyone_gets_its_rows_once(data: st.DataObject) -> None:
-    # The steps of all requests, or of two batches that alternate, between which
-    # requests may move.
-    batches = data.draw(st.sampled_from([1, 2]))
-    steps, buffer = Steps(batches), StepBuffer(STAGING, NAMES)
-    taken: dict[Any, list[tuple[int, int]]] = defaultdict(list)
-    positions = dict.fromkeys(NAMES, 0)
-    of_batch: list[list[str]] = [[] for _ in range(batches)]
-    for number in range(data.draw(st.integers(1, 20))):
-        here = of_batch[number % batches]
-        if not here or data.draw(st.integers(0, 2)) == 0:  # Usually, all continue.
-            here = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
-            of_batch = [[*{*others} - {*here}] for others in of_batch]
-            of_batch[number % batches] = here
-        if data.draw(st.integers(0, 9)) == 0:
-            positions[here[0]] = 0
-        buffer.add([steps.step({name: positions[name] for name in here})])
-        positions |= {name: positions[name] + 1 for name in here}
-        if data.draw(st.integers(0, 4)) == 0:
-            name = data.draw(st.sampled_from(NAMES))
-            noted(buffer.take([name]), taken)
-            assert not buffer.take([name])
-    noted(buffer.take_all(), taken)
-    assert taken == steps.rows
-    assert not buffer.take_all()
 
 
 def test_batches_that_alternate_have_a_piece_for_each_request() -> None:

@@ -36,6 +36,14 @@ def bench() -> Iterator[Bench]:
     opened.close()
 
 
+@pytest.fixture(scope="module")
+def two_stages() -> Iterator[Bench]:
+    """As `bench`, with two batches whose steps alternate."""
+    opened = Bench(truncating="c", page_every=5, batches=2)
+    yield opened
+    opened.close()
+
+
 @dataclass(eq=False)
 class Visit:
     """A request with its captures, from its start to its end."""
@@ -126,18 +134,20 @@ class Event:
 
 
 @st.composite
-def traffic(draw: st.DrawFn, drafts: bool, held: bool) -> list[Event]:
-    """Up to three concurrent requests, from first steps to late ends.
+def traffic(draw: st.DrawFn, kind: str) -> list[Event]:
+    """Up to three concurrent requests of a batch, from first steps to late ends.
 
     Everything is drawn before it is run, because hypothesis may stop in between.
     """
+    drafts, batches = kind == "drafts", 2 if kind == "batches" else 1
     instances = draw(st.sampled_from(["ab", "abc"]))
     coming = []
-    for life in draw(st.lists(lives() | lives(0), min_size=2, max_size=8)):
+    kinds = lives(0) if batches > 1 else lives() | lives(0)
+    for life in draw(st.lists(kinds, min_size=2, max_size=8)):
         want = draw(wanted(life.num_prompt_tokens, life.stop + 2))
         want = {who: taps for who, taps in want.items() if who in instances}
-        keeps = {} if drafts else draw(kept(want))
-        if held:  # Many rows around many tokens.
+        keeps = {} if drafts or batches > 1 else draw(kept(want))
+        if kind == "held":  # Many rows around many tokens.
             taps = draw(st.sets(st.sampled_from(TAPS), min_size=1, max_size=3))
             want = {"a": dict.fromkeys(sorted(taps), EVERYTHING)}
             window = draw(st.tuples(st.integers(0, 2), st.integers(0, 1)))
@@ -147,11 +157,12 @@ def traffic(draw: st.DrawFn, drafts: bool, held: bool) -> list[Event]:
     here: list[tuple[Visit, list[Step]]] = []
     events: list[Event] = []
     while coming or here:
-        room = max(draw(st.integers(1, 3)) - len(here), 0)
+        room = max(batches * draw(st.integers(1, 3)) - len(here), 0)
         come, coming = coming[:room], coming[room:]
         here += [(visit, list(visit.life.steps)) for visit in come]
         batch = []
-        for visit, steps in here:
+        # A request may move to the other batch when one before it has ended.
+        for visit, steps in here[len(events) % batches :: batches]:
             if steps:
                 generated = steps[0].start >= visit.life.num_prompt_tokens
                 ahead = draw(st.integers(0, LAG)) if drafts and generated else 0
@@ -172,13 +183,17 @@ def remember(told: list[Tell], said: Any, tell: Callable[[Any], None]) -> None:
     told.append((tell, said))
 
 
-@pytest.mark.parametrize("kind", ["any", "drafts", "held"])
+@pytest.mark.parametrize("kind", ["any", "drafts", "held", "batches"])
 @given(st.data(), st.sampled_from([3, 128]))
 def test_requests_that_come_and_go_get_their_rows(
-    bench: Bench, kind: str, data: st.DataObject, steps_at_once: int
+    bench: Bench,
+    two_stages: Bench,
+    kind: str,
+    data: st.DataObject,
+    steps_at_once: int,
 ) -> None:
-    drafts = kind == "drafts"
-    events = data.draw(traffic(drafts, kind == "held"))
+    drafts, bench = kind == "drafts", two_stages if kind == "batches" else bench
+    events = data.draw(traffic(kind))
     tells: dict[int, list[Tell]] = {}
     visits = [visit for event in events for visit in event.come]
     with pytest.MonkeyPatch.context() as patch:

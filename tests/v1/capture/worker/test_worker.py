@@ -3,18 +3,25 @@
 
 import queue
 import sys
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from msgspec import structs
 
-from tests.v1.capture._simulation import Life, Step
+from tests.v1.capture._simulation import WIDTH, Life, Step
 from tests.v1.capture._sinks import WAIT
 from tests.v1.capture._strategies import plan_for
 from tests.v1.capture._worker_bench import TAPS, Bench
 from vllm.model_executor.layers.residual.capture_op import ALIGNMENT
+from vllm.v1.capture.dispatch.request import CapturedRequest
 from vllm.v1.capture.transport.zmq_channel import EndMessage, ResultMessage
 from vllm.v1.capture.worker.worker import SWITCH_SECONDS
+from vllm.v1.residual.readout_plan import KeepWhen, ReadoutPlan, StopWhen
 from vllm.v1.residual.step_view import StepView
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -114,3 +121,74 @@ def test_a_capture_that_is_pending_when_the_engine_stops_is_reported() -> None:
     ]
     for inbox in (bench.inbox, *bench.inboxes):
         inbox.close()
+
+
+def test_a_page_is_handed_on_as_it_is() -> None:
+    bench = Bench(page_every=1)
+    source: Any = bench.worker._staging.requests
+    lane: Any = bench.worker._lanes["a"]
+    page, chunks = torch.zeros(1, 4, WIDTH), []
+    source._pages.take, lane.submit = lambda *_: page, chunks.extend
+    name = bench.new_name()
+    bench.open(name, plan_for({"a": {TAPS[0]: ((0, 4),)}}, 4))
+    bench.step([(name, 0, (0.0, 1.0, 2.0, 3.0))])
+    bench.end(name, Life(4, (), 1, 4))
+    bench.collect(1)
+    assert [chunk.tensor.data_ptr() for chunk in chunks] == [page.data_ptr()]
+    assert page[0, :, 0].tolist() == [0, 1, 2, 3]
+    bench.close()
+
+
+def test_rows_that_nobody_keeps_are_not_copied(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered, gather = [], CapturedRequest.gather
+
+    def note(self: CapturedRequest, *given: Any) -> Any:
+        gathered.append(self.req_id)
+        return gather(self, *given)
+
+    monkeypatch.setattr(CapturedRequest, "gather", note)
+    plan = plan_for({"a": {TAPS[0]: ((0, 9),)}}, 1)
+    keep = KeepWhen("a", StopWhen("r", 0.0), "request", 0, 0)
+    plan = structs.replace(plan, readouts=ReadoutPlan((), keep_when=(keep,)))
+    names = bench.new_name(), bench.new_name()
+    for name in names:
+        bench.open(name, plan)
+    for position in range(5):
+        bench.step([(name, position, (float(position),)) for name in names])
+    for name, spans in zip(names, ((), ((0, 9),)), strict=True):
+        bench.end(name, Life(1, (), 6, 5), {"a": spans})
+    assert [*bench.collect(2)] == [(names[1], "a", TAPS[0])]
+    assert gathered == [names[1]]
+    assert not bench.worker._staging.ring._taken, "all memory of the steps is free"
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("fault", ["copy", "rows"])
+def test_steps_whose_rows_are_lost_are_lost_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    staging, dispatcher = bench.worker._staging, bench.worker._dispatcher
+    send = dispatcher.send if fault == "copy" else dispatcher.hand_on
+    name = bench.new_name()
+    bench.open(name, plan_for({"a": {TAPS[0]: ((0, 9),)}}, 1))
+    for position in range(6):
+        with monkeypatch.context() as patch:
+            if position in (2, 3) and fault == "copy":
+                failed = SimpleNamespace(synchronize=fail)
+                patch.setattr(staging, "to_host", lambda _, one=failed: one)
+            elif position in (2, 3):
+                patch.setattr(CapturedRequest, "gather", fail)
+            bench.step([(name, position, (float(position),))])
+            send()
+            done = threading.Event()
+            dispatcher._thread.put([], done.set)
+            assert done.wait(WAIT)
+        assert fault == "copy" or not staging.ring._taken
+    bench.end(name, Life(1, (), 7, 6))
+    assert [row for row, _ in bench.collect(1)[name, "a", TAPS[0]]] == [0, 1, 4, 5]
+    assert not staging.ring._taken
