@@ -32,6 +32,12 @@ def as_csv(folder: Path) -> Path:
     return path
 
 
+def as_tsv(folder: Path) -> Path:
+    path = folder / "in.tsv"
+    path.write_text(as_csv(folder).read_text().replace(",", "\t"))
+    return path
+
+
 def as_parquet(folder: Path) -> Path:
     path = folder / "in.parquet"
     pq.write_table(pa.Table.from_pylist(ROWS), path)
@@ -49,7 +55,9 @@ def survey(path: Path, **chosen: Any) -> Survey:
     return Survey.of(SourceSpec(path=path, **chosen))
 
 
-@pytest.mark.parametrize("make", [as_jsonl, as_csv, as_parquet, as_hugging_face])
+@pytest.mark.parametrize(
+    "make", [as_jsonl, as_csv, as_tsv, as_parquet, as_hugging_face]
+)
 def test_every_kind_of_source_has_the_same_prompts(make: Any, tmp_path: Path) -> None:
     found = survey(make(tmp_path), carry=("label", "share"))
     entries = list(found.entries())
