@@ -10,10 +10,6 @@ import vllm.
 import os
 import sys
 
-FAULT = "CLEARBOX_TEST_FAULT"
-"""The variable that names a file. While the file exists, the rank or engine in it fails
-to change its steering, in workers with the extension `faulty`."""
-
 VERSION = "CLEARBOX_TEST_VERSION"
 """The variable with the version that this node claims to have."""
 

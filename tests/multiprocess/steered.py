@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 
 from examples.demo import serving
-from tests.multiprocess.launch import FAULT
 
 MODEL = Path(__file__).parents[2] / "examples/demo_model/weights"
 HIDDEN = 192
@@ -20,22 +19,17 @@ KEY = "steering"
 @contextmanager
 def served(
     folder: Path, arguments: list[str], environment: Mapping[str, str]
-) -> Iterator[tuple[str, Path]]:
-    """Run a server; yields its address, and a file that names the part that fails.
-
-    While the file exists, the rank or engine in it fails to change its steering.
-    """
-    port, fault = serving.free_port(8870), folder / "fault"
+) -> Iterator[str]:
+    """Run a server; yields its address."""
+    port = serving.free_port(8870)
     url = f"http://{serving.HOST}:{port}"
     command = [sys.executable, "-m", "tests.multiprocess.launch", str(MODEL)]
     command += ["--host", serving.HOST, "--port", str(port), *arguments]
     command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "256", "--gpu-memory-utilization", "0.2"]
     command += ["--enable-steering", "--steering-api-key", KEY]
-    command += ["--worker-extension-cls", "tests.multiprocess.faulty.Faulty"]
     variables = {
         **serving.ENVIRONMENT,
-        FAULT: str(fault),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -43,7 +37,7 @@ def served(
     }
     log = folder / "log"
     with serving.running(command, url, log, 400, lambda _, __: None, variables):
-        yield url, fault
+        yield url
 
 
 def post(client: httpx.Client, what: str, **body: Any) -> httpx.Response:

@@ -47,9 +47,6 @@ class Servers(NamedTuple):
 
     opened: Connections
     processes: list[int]
-    engines: int
-    fault: Path
-    """While it exists, the rank or engine named in it fails to change its steering."""
 
     def client(self, number: int) -> httpx.Client:
         """A new client of one of them."""
@@ -87,10 +84,10 @@ def servers(
         "VLLM_USE_V2_MODEL_RUNNER": runner(stages),
     }
     with (
-        served(folder, arguments, environment) as (url, fault),
+        served(folder, arguments, environment) as url,
         connections.connections(url) as opened,
     ):
-        yield Servers(opened, opened.processes(2), engines, fault)
+        yield Servers(opened, opened.processes(2))
 
 
 @pytest.fixture
@@ -229,25 +226,6 @@ def test_a_refused_request_leaves_nothing_in_flight(both: Both) -> None:
     carried_out(post(one, "clear"))
     told = carried_out(ask(other, capture=capture, capture_wait=True))
     assert told["capture_results"]["filesystem"]["status"] == "ok"
-
-
-def test_a_set_that_one_rank_cannot_take_changes_no_engine(
-    servers: Servers, both: Both
-) -> None:
-    one, other = both
-    carried_out(post(one, "set", vectors=at(1)))
-    before, said = state(other), answer(ask(other))
-    servers.fault.write_text("1" if servers.engines == 1 else "engine 1")
-    try:
-        failed = post(one, "set", vectors=at(2, layer=4))
-        assert failed.status_code == 500 and "no rank has changed" in failed.text
-    finally:
-        servers.fault.unlink()
-    assert state(one) == state(other) == before
-    for client in both * 2:
-        assert answer(ask(client)) == close(said)
-    carried_out(post(other, "set", vectors=at(2, layer=4)))
-    assert answer(ask(one)) != close(said)
 
 
 def test_each_server_has_the_rows_of_its_own_requests(servers: Servers) -> None:
