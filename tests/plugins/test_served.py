@@ -100,6 +100,7 @@ def test_every_package_answers_in_one_response(plugged: Plugged) -> None:
     assert results["ref_sums"]["payload"] is None
     assert results["ref_reward"]["payload"]["rows"] == 4
     assert results["ref_writer"]["payload"] == ["10"]
+    assert results["row_stream"]["payload"] == [10]
     (norms,) = results["ref_norms"]["payload"]
     assert (norms["layer"], norms["hook"]) == (0, "post_block")
     mean = results["mean_norm"]["payload"]["0"]

@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.capture.consumer import CaptureConsumer
 from vllm.v1.capture.errors import (
     CaptureValidationError,
+    UnknownCaptureConsumerError,
 )
 from vllm.v1.capture.frontend.admission import Admission
 from vllm.v1.capture.frontend.disabled import NoCapture
@@ -169,9 +170,11 @@ def test_a_wrong_global_spec_stops_the_start(spec: CaptureSpec) -> None:
         admission(fixed=Fixed(spec))
 
 
-def test_a_consumer_that_reads_no_requests_is_refused() -> None:
+def test_a_consumer_that_reads_no_requests_or_is_not_there_is_refused() -> None:
     with pytest.raises(CaptureValidationError, match="accepts no requests"):
         plan(admission(fixed=Fixed()), {"fixed": {}})
+    with pytest.raises(UnknownCaptureConsumerError, match="no consumer 'other'.*fixed"):
+        plan(admission(fixed=Fixed()), {"other": {}})
 
 
 def test_what_a_plugin_objects_to_is_a_refusal() -> None:
