@@ -13,6 +13,7 @@ from tests.support.inner_reference import InnerReference
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import compared, generate, logprobs, params, tokens
 from tests.v1.steering._models import vector
+from tests.v1.steering.test_operations import SURE, at_rows, check
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,7 +25,6 @@ pytestmark = [
 HOOKS = ("pre_attn", "post_attn", "post_block")
 PROMPTS = [[(7 * i + 3 * j) % _models.VOCAB for j in range(9 + i)] for i in range(4)]
 PROMPT = PROMPTS[0]
-SIZE = len(PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -48,46 +48,22 @@ def along(stream: torch.Tensor, direction: torch.Tensor, factor: float) -> torch
     return stream + factor * (stream @ unit)[:, None] * unit
 
 
-V = vector(5)
-OPERATIONS: dict[str, tuple[dict[str, Any], _models.Change]] = {
-    "replace": ({"op": "replace"}, lambda x: V.expand_as(x)),
-    "project_out": ({"op": "project_out"}, lambda x: along(x, V, -1)),
-    "clamp": (
-        {"op": "clamp", "min": 1.5, "max": 1.5},
-        lambda x: along(x, V, -1) + 1.5 * V / V.norm(),
-    ),
-    "norm_match": (
-        {"norm_match": True, "scale": 0.5},
-        lambda x: x + 0.5 * x.norm(dim=-1, keepdim=True) * V / V.norm(),
-    ),
-}
-
-
 @pytest.mark.parametrize("positions", [None, [1, 10]])
 def test_operations_are_carried_out_by_compiled_code(
     steered: Any, positions: Any
 ) -> None:
-    llm, reference = steered
     where = {} if positions is None else {"positions": positions}
-    specs: list[Any] = [
-        {"post_block": {1: {"vector": V, **entry, **where}}}
-        for entry, _ in OPERATIONS.values()
-    ]
-    sampling = [params(steering_vectors=spec) for spec in specs]
-    *outputs, plain = generate(llm, [PROMPT] * 5, [*sampling, params()])
-    assert compared(plain, reference, {})[0] < 1e-4
-    for (_, formula), output in zip(OPERATIONS.values(), outputs, strict=True):
+    cases = {
+        name: (
+            {**entry, **where},
+            at_rows(change, lambda p: positions is None or p in positions),
+        )
+        for name, (entry, change) in SURE.items()
+    }
+    check(*steered, "steering_vectors", (1, "post_block"), cases)
 
-        def change(
-            stream: torch.Tensor, formula: _models.Change = formula
-        ) -> torch.Tensor:
-            changed = stream.clone()
-            rows = slice(None) if positions is None else positions
-            changed[rows] = formula(stream)[rows]
-            return changed
 
-        wrong, effect = compared(output, reference, {(1, "post_block"): change})
-        assert wrong < 1e-4 and effect > 1e-3
+V = vector(5)
 
 
 def test_what_adds_nothing_changes_no_bit(steered: Any) -> None:
