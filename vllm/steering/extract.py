@@ -106,7 +106,7 @@ def read_rows(
     params = SamplingParams(max_tokens=1, detokenize=False, readouts={NAME: spec})
     found: dict[Tap, list[Rows]] = {}
     for output in ask(llm, prompts, params):
-        result = output.outputs[0].readouts[NAME]
+        result = output.readouts[NAME]
         if result.error:
             raise RuntimeError(
                 f"the rows of a prompt could not be read: {result.error}"
