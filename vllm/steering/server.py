@@ -114,6 +114,7 @@ def _output(reply: Reply) -> RequestOutput:
         ],
         finished=True,
     )
+    own: Any  # Has what is used of the engine's results.
     for choice, own in zip(made.outputs, reply.readouts_of):
         choice.readouts = own
     return made

@@ -64,6 +64,21 @@ def test_a_page_is_taken_until_its_last_view_is_gone() -> None:
     assert made.take((3, ROW), torch.float32) is not None
 
 
+def test_a_closed_engine_pins_no_more() -> None:
+    pinned: list[Bytes] = []
+    closed = threading.Event()
+
+    def pin(memory: Bytes) -> None:
+        pinned.append(memory)
+        closed.wait(10)
+
+    made = Pages(ALIGNMENT, 8 * ALIGNMENT, pin, 8 * ALIGNMENT)
+    made.close()
+    closed.set()
+    made.wait()
+    assert len(pinned) <= 1
+
+
 def test_memory_for_the_next_step_is_pinned_ahead_up_to_a_bound() -> None:
     made, pinned = pages(slab_rows=2, slabs=2)
     assert len(pinned) == 1

@@ -90,6 +90,10 @@ class Pages:
         if self._growing is not None:
             self._growing.join()
 
+    def close(self) -> None:
+        """Pin no further slab. A closing engine would go on for gigabytes."""
+        self._most = 0
+
     def trim(self) -> None:
         """Return slabs to the system that were unused since the last call.
 

@@ -307,6 +307,11 @@ class Staging:
         if self._pages is not None:
             self._pages.trim()
 
+    def close(self) -> None:
+        """Stop pinning memory ahead; rows in it stay."""
+        if self._pages is not None:
+            self._pages.close()
+
     def _copy(
         self, copies: Sequence[Copy], parts: Parts = ()
     ) -> torch.cuda.Event | None:

@@ -628,6 +628,7 @@ class WorkerCapture:
             self._dispatcher.end([self._given_up(*one) for one in left.items()])
         deadline = monotonic() + flush_seconds()
         self._dispatcher.close(deadline - monotonic())
+        self._staging.close()
         for lane in self._lanes.values():
             lane.close(max(deadline - monotonic(), 0.0))
         self._reporter.close()

@@ -13,7 +13,6 @@ from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.spec.files import (
     FORMAT,
     Reading,
-    load_module,
     read_module,
     read_vectors,
     save_module,
@@ -33,7 +32,7 @@ def test_written_then_read_is_the_same(tmp_path: Path) -> None:
         decode_vectors={"pre_attn": {0: VECTOR * 2}},
         metadata={"model": "demo"},
     )
-    found = load_module(path)
+    found = read_module(path).vectors
     assert torch.equal(found["vectors"]["post_block"]["3"], VECTOR)
     assert torch.equal(found["decode_vectors"]["pre_attn"]["0"], VECTOR * 2)
     assert found.keys() == {"vectors", "decode_vectors"}
@@ -43,13 +42,13 @@ def test_json_is_the_form_of_a_request(tmp_path: Path) -> None:
     path = tmp_path / "calm.json"
     body = {"vectors": {"post_block": {"3": [1.0]}}}
     path.write_text(json.dumps({**body, "metadata": {"model": "demo"}}))
-    assert load_module(path) == body
+    assert read_module(path).vectors == body
 
 
 def test_files_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
     def refused(name: str, said: str) -> None:
         with pytest.raises(SteeringValidationError, match=said):
-            load_module(tmp_path / name)
+            read_module(tmp_path / name)
 
     refused("missing.json", "no file")
     (tmp_path / "a.txt").write_text("{}")
@@ -97,7 +96,7 @@ def test_forms_that_people_have_are_modules(tmp_path: Path) -> None:
         "one.svec?hook=pre_attn&scale=-2": ("pre_attn", {3: -2}),
     }
     for place, (hook, scales) in expected.items():
-        (found,) = load_module(tmp_path / place).values()
+        (found,) = read_module(tmp_path / place).vectors.values()
         assert list(found) == [hook], place
         for layer, scale in scales.items():
             entry = found[hook][layer]
@@ -120,10 +119,10 @@ def test_a_feature_of_gemma_scope_is_a_module(tmp_path: Path) -> None:
         threshold=np.zeros(6, np.float32),
     )
     place = f"{folder / 'params.npz'}?feature=2"
-    found = load_module(place)["vectors"]["post_block"][20]
+    found = read_module(place).vectors["vectors"]["post_block"][20]
     assert np.allclose(found["vector"], decoder[2])
     with pytest.raises(SteeringValidationError, match="0 to 5"):
-        load_module(f"{folder}?feature=6")
+        read_module(f"{folder}?feature=6")
 
 
 @pytest.mark.parametrize(
@@ -136,16 +135,16 @@ def test_a_feature_of_gemma_scope_is_a_module(tmp_path: Path) -> None:
 def test_what_stands_behind_a_file_must_be_known(tmp_path: Path, said: str) -> None:
     torch.save(VECTOR, tmp_path / "one.pt")
     with pytest.raises(SteeringValidationError, match="after the file's name"):
-        load_module(f"{tmp_path / 'one.pt'}?{said}")
+        read_module(f"{tmp_path / 'one.pt'}?{said}")
 
 
 def test_one_vector_needs_a_layer(tmp_path: Path) -> None:
     torch.save(VECTOR, tmp_path / "one.pt")
     with pytest.raises(SteeringValidationError, match="without its place"):
-        load_module(tmp_path / "one.pt")
+        read_module(tmp_path / "one.pt")
     (tmp_path / "bad.svec").write_text('{"directions": [1]}')
     with pytest.raises(SteeringValidationError, match="is not an .svec file"):
-        load_module(tmp_path / "bad.svec")
+        read_module(tmp_path / "bad.svec")
 
 
 VALUES = {
@@ -227,7 +226,7 @@ def test_tiers_and_norms_are_kept_where_something_is_selected(tmp_path: Path) ->
     found = read_module(f"{path}?layer=3&scale=2")
     assert found.vectors.keys() == {"vectors", "decode_vectors"}
     assert found.provenance.norms.keys() == {"post_block.3", "decode.pre_attn.3"}
-    (one,) = load_module(f"{path}?key=decode.pre_attn.2").items()
+    (one,) = read_module(f"{path}?key=decode.pre_attn.2").vectors.items()
     assert one[0] == "decode_vectors" and list(one[1]["pre_attn"]) == ["2"]
 
 
@@ -240,14 +239,14 @@ def test_operations_of_json_are_not_lost_where_something_is_selected(
         vectors = {"post_block": {"2": [1.0, 2.0], "3": extra}}
         path.write_text(json.dumps({"vectors": vectors}))
         with pytest.raises(SteeringValidationError, match="only additions"):
-            load_module(f"{path}?layer=2")
+            read_module(f"{path}?layer=2")
 
 
 def test_an_sae_without_a_place_that_is_ours_is_told_its_place(tmp_path: Path) -> None:
     name = "blocks.3.attn.hook_z"
     sae = _foreign.saelens(tmp_path / "sae", np.eye(4, dtype="f4"), hook_name=name)
     with pytest.raises(SteeringValidationError, match="both --hook and --layer"):
-        load_module(f"{sae}?feature=1&layer=3")
+        read_module(f"{sae}?feature=1&layer=3")
     found = read_vectors(f"{sae}?feature=1&hook=post_attn.3")
     assert found.taps == [(3, "post_attn")]
     assert "feature 1 of the SAE" in found.provenance.origin
