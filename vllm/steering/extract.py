@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extracts steering vectors from the rows of contrasting texts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
 Position = Literal["last", "mean"]
-
-NAME = "row"
-"""The readout that a prompt's row is the result of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +92,37 @@ def read_rows(
         RuntimeError: a row could not be read.
 
     """
-    from vllm import SamplingParams
-
     spec = {
         "kind": "rows",
         "hooks": {hook: "all" if layers is None else list(layers)},
         "positions": "last_prompt" if position == "last" else "all_prompt",
         "reduce": position,
     }
-    params = SamplingParams(max_tokens=1, detokenize=False, readouts={NAME: spec})
-    found: dict[Tap, list[Rows]] = {}
+    found: dict[Tap, list[Any]] = {}
+    for results in read_out(llm, prompts, {"row": spec}):
+        own = results["row"]
+        for tap, row in zip(own.taps, own["rows"], strict=True):
+            found.setdefault(tap, []).append(row)
+    return {tap: np.stack(rows).astype(np.float64) for tap, rows in found.items()}
+
+
+def read_out(
+    llm: "LLM", prompts: Sequence[Prompt], readouts: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield the results of each prompt's readouts, by name.
+
+    Raises:
+        RuntimeError: a readout failed.
+
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, detokenize=False, readouts=readouts)
     for output in ask(llm, prompts, params):
-        result = output.readouts[NAME]
-        if result.error:
-            raise RuntimeError(
-                f"the rows of a prompt could not be read: {result.error}"
-            )
-        for (layer, name), row in zip(result.taps, result["rows"], strict=True):
-            found.setdefault((layer, name), []).append(row.astype(np.float64))
-    return {tap: np.stack(rows) for tap, rows in found.items()}
+        for result in output.readouts.values():
+            if result.error is not None:
+                raise RuntimeError(f"a prompt was not read: {result.error}")
+        yield output.readouts
 
 
 def ask(llm: "LLM", prompts: Sequence[Prompt], params: Any) -> "list[RequestOutput]":

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm.steering.directions import Rows
-from vllm.steering.extract import ask
+from vllm.steering.extract import read_out
 from vllm.steering.labelled import Labels
 from vllm.steering.measures import auroc
 from vllm.steering.pairs import Prompt
@@ -132,19 +132,15 @@ def token_values(
         RuntimeError: a readout failed.
 
     """
-    from vllm import SamplingParams
-
     values: dict[str, list[Rows]] = {name: [] for name in specs}
     names = list(specs)
     for first in range(0, len(names), MAX_READOUTS):
         own = names[first : first + MAX_READOUTS]
         readouts = {name: {**specs[name], "positions": "all_prompt"} for name in own}
-        params = SamplingParams(max_tokens=1, detokenize=False, readouts=readouts)
         for start in range(0, len(prompts), _AT_A_TIME):
-            for output in ask(llm, prompts[start : start + _AT_A_TIME], params):
-                for name, result in output.readouts.items():
-                    if result.error is not None:
-                        raise RuntimeError(f"a prompt was not read: {result.error}")
+            some = prompts[start : start + _AT_A_TIME]
+            for results in read_out(llm, some, readouts):
+                for name, result in results.items():
                     values[name].append(result["values"][:, 0].astype(np.float64))
     return values
 

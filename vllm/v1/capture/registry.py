@@ -48,10 +48,15 @@ REQUIRABLE_FIELDS = frozenset(
 """The fields that every sidecar has, which a consumer may require."""
 
 SIDECAR_FIELDS = REQUIRABLE_FIELDS.union(
-    (
-        *("after", "capture_error", "capture_note", "dropped_rows"),
-        *("fired", "heads", "readout"),
-    )
+    {
+        "after",
+        "capture_error",
+        "capture_note",
+        "dropped_rows",
+        "fired",
+        "heads",
+        "readout",
+    }
 )
 """All fields that a sidecar may have."""
 

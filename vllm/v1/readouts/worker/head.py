@@ -168,7 +168,7 @@ class Head:
             rows: `[0, hidden_size]`, of the dtype and on the device of the stream.
             has_adapters: whether the engine may load LoRA adapters.
             shared: whether several tensor-parallel ranks have the head.
-            records: whether ranks may record CUDA graphs.
+            records: whether CUDA graphs may be recorded.
 
         """
         self.has_adapters = has_adapters
@@ -188,7 +188,7 @@ class Head:
         self._shard: Shard | None = None
         """With several ranks: this one's part of the vocabulary, if it can be used."""
         self._recorded: Compute = self._from_shards if shared else self._alone
-        """The same as what it is made of, with CUDA graphs if there are some."""
+        """What is computed of rows without adapters, by CUDA graphs if they may be."""
         if last_layer is None:
             self.refusal = ELSEWHERE
             return

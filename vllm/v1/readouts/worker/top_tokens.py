@@ -174,7 +174,7 @@ def lens_arrays(best: Array, top_k: int) -> dict[str, Array]:
         `token_logprobs` float32 `[R, tokens]` if there are further tokens.
 
     """
-    whole = best[0] if len(best) == 1 else _joined(best, top_k)
+    whole = best[0] if len(best) == 1 else _over_ranks(best, top_k)
     with np.errstate(invalid="ignore"):  # Of what is no number, NaN is the result.
         values = whole[:, top_k:-1] - whole[:, -1:]
     found: dict[str, Array] = {}
@@ -186,7 +186,7 @@ def lens_arrays(best: Array, top_k: int) -> dict[str, Array]:
     return found
 
 
-def _joined(best: Array, top_k: int) -> Array:
+def _over_ranks(best: Array, top_k: int) -> Array:
     """What one rank with all columns would have found, `[R, numbers]`."""
     ids, numbers = (
         np.concatenate(best[..., start : start + top_k], axis=-1)
