@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.v1.capture.dispatch import dispatcher as dispatching
 from vllm.v1.capture.dispatch.dispatcher import SEND_BYTES, STEPS_AT_ONCE, Dispatcher
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.staging.ring import Segment, Staging
@@ -107,11 +108,17 @@ class Sending:
         self._number = 0
 
     def step(
-        self, rows: int = 1, at_once: set[str] | None = None, true: Any = None
+        self,
+        rows: int = 1,
+        at_once: set[str] | None = None,
+        true: Any = None,
+        batch: int = 0,
+        requests: int | None = None,
     ) -> None:
         segment = self.dispatcher.reserve(rows)
-        blocks = (SimpleNamespace(decoding=self._decoding),)
-        layout = SimpleNamespace(blocks=blocks, sent=blocks, num_held=0)
+        own = self._decoding if requests is None else dict.fromkeys(range(requests))
+        blocks = (SimpleNamespace(decoding=own),)
+        layout = SimpleNamespace(blocks=blocks, sent=blocks, num_held=0, batch=batch)
         placed: Any = SimpleNamespace(layout=layout, shift=self._number)
         step = StagedStep(self._number, placed, segment, true)
         self._number += 1
@@ -150,6 +157,18 @@ def test_steps_that_were_sent_for_an_end_count_as_well(sending: Sending) -> None
             sending.dispatcher.send()
     sending.step()
     assert sending.thread.calls == [10, STEPS_AT_ONCE - 10, "all"]
+
+
+def test_a_small_batch_of_those_that_alternate_hurries_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatching, "BYTES_AT_ONCE", 10 * 4)
+    sending = Sending()
+    for _ in range(10):
+        assert sending.thread.calls == []
+        sending.step(8, batch=0, requests=8)
+        sending.step(1, batch=1, requests=1)
+    assert sending.thread.calls == [19, "all"]
 
 
 def test_an_eighth_of_the_memory_is_enough(sending: Sending) -> None:

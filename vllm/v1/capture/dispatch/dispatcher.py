@@ -7,6 +7,7 @@ they are distributed to their requests, which is cheaper for many steps together
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -109,8 +110,9 @@ class Dispatcher:
         """The rows that are not sent with their steps."""
         self._steps = 0
         """Number of steps that were not handed on."""
-        self._rows = 0
-        """Number of rows of these steps."""
+        self._rows: Counter[int] = Counter()
+        """Number of rows of these steps, by batch: those that alternate may be of very
+        different sizes."""
         self._free_rows = 0
         """Number of staging rows of steps that held rows, and do not any more."""
         self._is_due = False
@@ -159,13 +161,14 @@ class Dispatcher:
         self._unsent.append(step)
         self._steps += 1
         self._unsent_rows += step.sent.num_rows
-        self._rows += step.sent.num_rows
+        batch = step.placed.layout.batch
+        self._rows[batch] += step.sent.num_rows
         self._is_due = (
             self._is_due
             or step.true_starts is not None  # It cannot join a chain of steps.
             or self._steps >= STEPS_AT_ONCE
-            or self._rows >= self._staging.ring.num_rows // 8
-            or self._rows >= self._most_rows * _num_requests(step)
+            or self._rows.total() >= self._staging.ring.num_rows // 8
+            or self._rows[batch] >= self._most_rows * _num_requests(step)
         )
         if at_once:
             self.send()
@@ -212,7 +215,8 @@ class Dispatcher:
         if self._steps or self._free_rows:
             self.send()
             self._put(self._thread.hand_on)
-            self._steps = self._rows = self._free_rows = 0
+            self._steps = self._free_rows = 0
+            self._rows.clear()
             self._is_due = False
 
     def end(self, ends: Sequence[tuple[CaptureEnd, Answer]]) -> None:
