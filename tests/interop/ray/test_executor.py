@@ -115,6 +115,7 @@ def workers(head: int) -> list[psutil.Process]:
     found = []
     for one in psutil.Process(head).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # It may have ended.
-            if " ".join(one.cmdline()).startswith("ray::Worker"):
+            # Named by Ray, or by vLLM, whichever was later.
+            if " ".join(one.cmdline()).startswith(("ray::Worker", "VLLM::Worker")):
                 found.append(one)
     return found
