@@ -9,13 +9,13 @@ from vllm.v1.capture.frontend.request_tracker import RequestTracker, ResultWaite
 from vllm.v1.capture.types import CaptureResult
 
 
-def closable(portions: object) -> tuple[CaptureFrontend, list[str]]:
+def closable(offline: bool) -> tuple[CaptureFrontend, list[str]]:
     """A front end that only closes, and the parts that it has closed."""
     calls: list[str] = []
     capture = CaptureFrontend.__new__(CaptureFrontend)
     parts: dict[str, Any] = {
         "_closed": False,
-        "_portions": portions,
+        "_offline": offline,
         "_ends": SimpleNamespace(settle=lambda: calls.append("ends")),
         "_drivers": SimpleNamespace(close=lambda timeout: calls.append("drivers")),
         "_inbox": SimpleNamespace(close=lambda: calls.append("inbox")),
@@ -29,14 +29,14 @@ def test_consumers_are_shut_down_once_although_the_engine_is_closed_again() -> N
 
     A server whose engine had died waited forever for one.
     """
-    capture, calls = closable(portions=None)
+    capture, calls = closable(offline=False)
     capture.close()
     capture.close()
     assert calls == ["drivers", "inbox"]
 
 
 def test_an_offline_engine_that_closes_waits_for_the_ends_it_has_sent() -> None:
-    capture, calls = closable(portions=object())
+    capture, calls = closable(offline=True)
     capture.close()
     assert calls == ["ends", "drivers", "inbox"]
 

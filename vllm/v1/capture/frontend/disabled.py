@@ -70,12 +70,6 @@ class NoCapture:
     def wait(self, outputs: Collection["RequestOutput"]) -> None:
         pass
 
-    def take_finished(self) -> list[Any]:
-        return []
-
-    def drop_finished(self, request_ids: Collection[str]) -> None:
-        pass
-
     def publish(self, manager: "StatLoggerManager | None") -> None:
         pass
 

@@ -24,7 +24,6 @@ from vllm.v1.capture.frontend.inflight_limit import (
     InflightLimit,
 )
 from vllm.v1.capture.frontend.path_locks import PathLocks
-from vllm.v1.capture.frontend.portions import Portions
 from vllm.v1.capture.frontend.request_tracker import RequestTracker, ResultWaiter
 from vllm.v1.capture.frontend.status import CaptureMetrics, CaptureStatus
 from vllm.v1.capture.frontend.streaming import LiveRows
@@ -80,7 +79,6 @@ def open_capture(
     consumers.update(ready_instances(config))
     admission = Admission(engine.vllm_config, consumers, readouts)
     check_folders(admission.capabilities)
-    offline_engine: Any = engine if offline else None
     resources = getattr(engine.engine_core, "resources", None)
     frontend = CaptureFrontend(
         engine.vllm_config,
@@ -88,7 +86,7 @@ def open_capture(
         partial(OfflineEnds if offline else ServedEnds, engine.engine_core),
         LiveRows({} if offline else admission.capabilities),
         lambda: not getattr(resources, "engine_dead", False),
-        offline_engine,
+        offline,
     )
     weakref.finalize(engine, frontend.close)
     return frontend
@@ -138,7 +136,7 @@ class CaptureFrontend(NoCapture):
         ends: Callable[[str], Ends],
         live: LiveRows,
         alive: Callable[[], bool],
-        offline_engine: "LLMEngine | None" = None,
+        offline: bool = False,
     ) -> None:
         """Start listening for results.
 
@@ -149,7 +147,8 @@ class CaptureFrontend(NoCapture):
                 their results.
             live: rows for intermediate outputs.
             alive: whether the engine is running.
-            offline_engine: an engine that only runs while `step` is called.
+            offline: whether the caller runs the engine; what it returns is the
+                caller's, and has no limit in common.
 
         """
         self._vllm_config = vllm_config
@@ -168,16 +167,15 @@ class CaptureFrontend(NoCapture):
         )
         self._awaited = ResultWaiter(self._requests, alive)
         size = row_bytes(vllm_config.model_config)
-        self._room = InflightLimit(admission.capabilities, size, self._requests)
-        if offline_engine is None:
+        self._offline = offline
+        limited = {} if offline else admission.capabilities
+        self._room = InflightLimit(limited, size, self._requests)
+        if not offline:
             self._room.limits[RESULTS] = RESULT_BYTES
             budget = vllm_config.capture_config.host_memory_bytes
             self._room.limits[KEEPING] = budget
         host = host_for(vllm_config.parallel_config)
         self._inbox = Inbox(self._receive, host=host)
-        self._portions = (
-            None if offline_engine is None else Portions(offline_engine, self.wait)
-        )
         self._drivers = DriverLanes(
             vllm_config.capture_config,
             admission.consumers,
@@ -223,8 +221,7 @@ class CaptureFrontend(NoCapture):
             if plan.lanes or params.capture:
                 plan = self._requests.claims.reserve(params.capture, plan)
             try:
-                relieve = self._portions.relieve if self._portions else None
-                self._room.reserve(plan, params.max_tokens, relieve)
+                self._room.reserve(plan, params.max_tokens)
             except CaptureValidationError:
                 self._requests.claims.release(id(plan))
                 raise
@@ -324,15 +321,6 @@ class CaptureFrontend(NoCapture):
             if parent is not None:
                 self._awaited.wait(parent)
                 self.results(output)
-
-    def take_finished(self) -> list[Any]:
-        """Outputs that `Portions` finished early, for the call that submitted them."""
-        return [] if self._portions is None else self._portions.take()
-
-    def drop_finished(self, request_ids: Collection[str]) -> None:
-        """Discard the finished outputs of requests whose list was refused."""
-        if self._portions is not None:
-            self._portions.drop(request_ids)
 
     async def complete(self, output: "RequestOutput", params: "SamplingParams") -> None:
         """Attach results to a final output, waiting for them if the request asks to.
@@ -439,7 +427,7 @@ class CaptureFrontend(NoCapture):
         if self._closed or sys.is_finalizing():
             return
         self._closed = True
-        if self._portions is not None:  # An `LLMEngine`: nothing else waits for them.
+        if self._offline:  # Nothing else waits for them.
             self._ends.settle()
         self._drivers.close(30.0)
         self._inbox.close()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limit on the bytes that requests in flight return to their front end.
 
-Rows that are returned with the output, and results of readouts, stay in the front end's
+Rows that are returned with the output, and results of readouts, stay in a server's
 memory until the client has read them. The limit therefore applies to the sum over all
-requests.
+requests. Offline they are the caller's, and only a single request has a limit.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.errors import CaptureValidationError, fail
@@ -20,11 +20,7 @@ RESULTS = "*results"
 KEEPING = "*keep_when"
 """Name under which rows are counted that wait until `keep_when` is decided."""
 RESULT_BYTES = 1 << 30
-"""Limit on results of readouts in a server. Offline they are the caller's."""
-
-
-class NoRoomNowError(CaptureValidationError):
-    """The rows do not fit beside those of requests in flight; retrying may succeed."""
+"""Limit on results of readouts in a server."""
 
 
 class InflightLimit:
@@ -80,37 +76,20 @@ class InflightLimit:
             sizes[RESULTS] = readouts.result_bytes
         return sizes
 
-    def reserve(
-        self,
-        plan: CapturePlan,
-        max_tokens: int | None,
-        relieve: Callable[[], bool] | None = None,
-    ) -> None:
+    def reserve(self, plan: CapturePlan, max_tokens: int | None) -> None:
         """Reserve room for the rows of an admitted request.
 
         Args:
             plan: the request's plan.
             max_tokens: how many tokens it may generate.
-            relieve: waits until a request in flight has ended; False if none can. None
-                if the client shall try again instead.
 
         Raises:
-            CaptureValidationError: the rows never fit.
-            NoRoomNowError: they do not fit now, and none can be waited for.
+            CaptureValidationError: the rows never fit, or not now.
 
         """
         needed = self.bytes_of(plan, max_tokens)
         if not needed:
             return
-        while True:
-            try:
-                self._try_to_reserve(plan, needed)
-                return
-            except NoRoomNowError:
-                if relieve is None or not relieve():
-                    raise
-
-    def _try_to_reserve(self, plan: CapturePlan, needed: Mapping[str, int]) -> None:
         with self._requests.lock:
             for name, size in needed.items():
                 self._check(name, size, LIVE in plan.lanes)
@@ -131,7 +110,7 @@ class InflightLimit:
         left = self._requests.held.of(name, "aborted")
         self._requests.forget_aborted(name, left + held + size - limit)
         if name == RESULTS and held + size > limit:
-            raise NoRoomNowError(
+            raise CaptureValidationError(
                 f"readouts: the results of this request may take {size} bytes, and "
                 f"those of requests in flight {held}, unread responses included; "
                 f"together at most {limit} are allowed. Send it again when others have "
@@ -140,7 +119,7 @@ class InflightLimit:
                 value=size,
             )
         if name == KEEPING and held + size > limit:
-            raise NoRoomNowError(
+            raise CaptureValidationError(
                 f"keep_when: up to {size} bytes of this request's rows wait for its "
                 f"end, and {held} of requests in flight; together at most {limit} are "
                 "allowed. Send it again when others have finished, capture less, lower "
@@ -161,7 +140,7 @@ class InflightLimit:
                 size,
             )
         if held + size > limit:
-            raise NoRoomNowError(
+            raise CaptureValidationError(
                 f"capture.{name}: this request may hold {size} bytes of rows, and "
                 f"those in flight may hold {held}, unread responses included; together "
                 f"at most {limit} are allowed (max_inflight_bytes). Send it again when "
