@@ -50,36 +50,24 @@ class Update:
 def update_tree(out: Path, contents: Contents) -> Update:
     """Make the folder `out` hold exactly `contents`.
 
-    The first build fills a temporary folder and renames it. Later builds stage changed
-    files and move each into place by an atomic replacement, so that a running Python
-    never sees a partial file, and bytecode of unchanged files stays valid. The manifest
-    is written last: after an interrupted update the next build repairs the tree.
+    Changed files are staged and each moved into place by an atomic replacement, so that
+    a running Python never sees a partial file, and bytecode of unchanged files stays
+    valid. The manifest is written last: after an interrupted update the next build
+    repairs the tree.
 
     Raises:
         BuildFailure: `out` was not made by a build.
     """
     with only_one(out):
         if not out.exists():
-            return _create(out, contents)
+            out.mkdir()
+            _write_manifest(out, {})
         manifest = _read_manifest(out)
         if manifest is None:
             raise BuildFailure(
                 f"{out} was not made by fork build: remove it or choose another --out"
             )
         return _refresh(out, contents, manifest)
-
-
-def _create(out: Path, contents: Contents) -> Update:
-    partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    try:
-        for path, content in contents.items():
-            _place(content, partial / path, linked_from=out / path)
-        _write_manifest(partial, contents)
-        partial.chmod(0o755)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return Update(placed=len(contents), removed=0)
 
 
 def _refresh(out: Path, contents: Contents, manifest: dict[str, _Stamp]) -> Update:

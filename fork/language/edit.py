@@ -19,14 +19,6 @@ class Splice:
     rank: int = 1
     """Order of splices at one offset: what ends inner blocks comes first."""
 
-    def is_applied(self, data: bytes) -> bool:
-        """Whether the bytes that would be inserted are already there."""
-        if self.end > self.start:
-            return False
-        return data.startswith(self.new, self.start) or data.endswith(
-            self.new, 0, self.start
-        )
-
 
 Search = Callable[[Source, Owner], Iterator[Splice]]
 """Yields a splice for each match in one scope, without entering inner definitions."""
@@ -87,7 +79,7 @@ class Edit:
         """The changes that this edit makes.
 
         Raises:
-            Misfit: it does not match as often as it says, or was made already.
+            Misfit: it does not match as often as it says.
         """
         scopes = source.scopes(self.scope)
         if not scopes:
@@ -100,11 +92,6 @@ class Edit:
                 "WrongCount",
                 f"matches {len(splices)} places {_in(self.scope)}, expected "
                 f"{self.count},",
-            )
-        if any(splice.is_applied(source.data) for splice in splices):
-            raise Misfit(
-                "AlreadyApplied",
-                f"is already applied {_in(self.scope)} of {source.module}",
             )
         return splices
 

@@ -109,14 +109,11 @@ def last(*, scope: str, insert: str, why: str) -> Edit:
 def add_field(*, scope: str, after: str, insert: str, why: str) -> Edit:
     """Add fields to a class below the field `after` and its docstring."""
     code = Code(insert)
-    new = set(map(_field, code.statements)) - {None}
-    if not new:
+    if not any(map(_field, code.statements)):
         raise ValueError(f"insert={insert!r}: declares no field")
 
     def search(source: Source, owner: Owner) -> Iterator[Splice]:
         names = list(map(_field, owner.body))
-        if new & set(names):
-            raise Misfit("AlreadyApplied", f'is already applied in scope "{scope}"')
         if after not in names:
             raise Misfit("Unfit", f'finds no field "{after}" in "{scope}"')
         index = names.index(after)
@@ -161,8 +158,6 @@ def add_base(*, scope: str, base: str, why: str) -> Edit:
 
     def search(source: Source, owner: Owner) -> Iterator[Splice]:
         assert isinstance(owner, ast.ClassDef), f"{scope} is no class"
-        if [ast.unparse(one) for one in owner.bases] == [base]:
-            raise Misfit("AlreadyApplied", f'is already applied to "{scope}"')
         if owner.bases or owner.keywords:
             raise Misfit("Unfit", f'finds base classes of "{scope}"')
         at = source.data.index(b":", source.start(owner))

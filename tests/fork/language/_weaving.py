@@ -27,9 +27,3 @@ def only_fault(source: str, *edits: Edit) -> Fault:
     assert woven.source is None
     assert len(woven.faults) == 1, [fault.sentence for fault in woven.faults]
     return woven.faults[0]
-
-
-def assert_not_twice(source: str, edit: Edit) -> None:
-    once = run(source, edit).source
-    assert once is not None
-    assert only_fault(once, edit).kind == "AlreadyApplied"

@@ -4,7 +4,7 @@
 import pytest
 
 from fork.language import add_argument, add_parameter, replace
-from tests.fork.language._weaving import assert_not_twice, assert_woven, only_fault
+from tests.fork.language._weaving import assert_woven, only_fault
 
 NEW = "c: int | None = None"
 
@@ -107,18 +107,6 @@ def test_only_calls_of_the_callee_get_the_argument(
 ) -> None:
     edit = add_argument(scope="", call=call, argument="c=c", why="test", count=count)
     assert_woven(before, after, edit)
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        add_parameter(scope="f", parameter=NEW, why="test"),
-        add_argument(scope="f", call="g", argument="c=c", why="test"),
-    ],
-    ids=lambda edit: edit.operation,
-)
-def test_weaving_twice_fails(edit) -> None:
-    assert_not_twice("def f(a):\n    return g(a)\n", edit)
 
 
 def test_mistakes_in_an_edit_are_refused() -> None:

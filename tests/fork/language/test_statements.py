@@ -15,7 +15,6 @@ from fork.language import (
     last,
 )
 from tests.fork.language._weaving import (
-    assert_not_twice,
     assert_woven,
     only_fault,
     run,
@@ -223,7 +222,6 @@ def test_a_class_gets_its_additions_where_they_belong(
     if edit.operation == "add_decorator":
         expected = f"@d(1)\n{source}"
     assert_woven(source, expected, edit)
-    assert_not_twice(source, edit)
 
 
 @pytest.mark.parametrize(
@@ -291,12 +289,6 @@ def test_two_definitions_of_one_name_count_twice() -> None:
 def test_the_field_to_follow_must_exist() -> None:
     edit = add_field(scope="A", after="z", insert="c: int = 2", why="test")
     assert 'no field "z"' in only_fault(CLASS, edit).sentence
-
-
-@pytest.mark.parametrize("place", [after, before])
-def test_weaving_twice_fails(place) -> None:
-    edit = place(scope="f", anchor="x = 1", insert="y = 2\nz = 3", why="test")
-    assert_not_twice("def f():\n    x = 1\n    return x\n", edit)
 
 
 def test_mistakes_in_an_edit_are_refused() -> None:
