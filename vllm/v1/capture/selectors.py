@@ -25,6 +25,7 @@ A range of layers counts as its two ends.
 _WHY = {  # Of keys that other consumers or earlier builds have.
     "readouts": "; this consumer takes no readouts",
     "encoding": "; with Accept: application/safetensors a response has fewer bytes",
+    "codec": "; rows are stored as they are; arrow:compression=zstd compresses",
 }
 
 

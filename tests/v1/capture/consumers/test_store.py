@@ -26,12 +26,11 @@ def captured(root: Path, dtype: torch.dtype = torch.bfloat16, **params) -> Captu
     return requests
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_are_found_by_request_layer_hook_and_position(
-    tmp_path: Path, layout: str, codec: str
+    tmp_path: Path, layout: str
 ) -> None:
-    requests = captured(tmp_path, default_layout=layout, codec=codec)
+    requests = captured(tmp_path, default_layout=layout)
     store = CaptureStore(tmp_path)
     assert store.requests == [("default", name) for name in requests]
     assert len(store) == 6
@@ -92,10 +91,9 @@ def test_layers_and_requests_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_damage_is_noticed(tmp_path: Path, layout: str, codec: str) -> None:
+def test_damage_is_noticed(tmp_path: Path, layout: str) -> None:
     rows = {(0, "post_block"): rows_of(4, 8, 0, torch.float32)}
-    consumer = consumer_at(tmp_path, default_layout=layout, codec=codec)
+    consumer = consumer_at(tmp_path, default_layout=layout)
     results = deliver(consumer, {"r": rows})
     (path,) = map(Path, results["r"].payload)
     read_request(tmp_path, "default", "r")

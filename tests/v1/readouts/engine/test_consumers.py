@@ -93,7 +93,7 @@ def test_inline_returns_results_with_rows_and_without(engine: CapturedEngine) ->
 def test_files_have_the_layout_of_rows(
     engine: CapturedEngine, files: Path, layout: str
 ) -> None:
-    spec = {"tag": layout, "layout": layout, "readouts": "all", "codec": "zstd"}
+    spec = {"tag": layout, "layout": layout, "readouts": "all"}
     hooks = {} if layout == "packed" else {"hooks": {"post_block": [1]}}
     outputs = captured(engine, {"filesystem": spec | hooks})
     for output in outputs:

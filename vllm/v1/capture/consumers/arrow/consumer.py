@@ -20,8 +20,7 @@ from vllm.v1.capture.consumers.arrow.readouts import (
     values_by_tap,
 )
 from vllm.v1.capture.consumers.arrow.safetensors_file import write_safetensors
-from vllm.v1.capture.consumers.arrow.table import batch_of, schema_of
-from vllm.v1.capture.consumers.storage.codecs import in_batches
+from vllm.v1.capture.consumers.arrow.table import batch_of, in_batches, schema_of
 from vllm.v1.capture.consumers.storage.consumer import FilesConsumer
 from vllm.v1.capture.consumers.storage.files import (
     Workspace,

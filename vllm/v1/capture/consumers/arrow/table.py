@@ -2,7 +2,7 @@
 """Conversion of captured rows to Arrow record batches and back."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,3 +161,20 @@ def _rows(values: pa.Array, dtype: torch.dtype, width: int) -> torch.Tensor:
         )
     flat = torch.from_numpy(values.flatten().to_numpy(zero_copy_only=False).copy())
     return flat.to(dtype).view(len(values), width)
+
+
+def in_batches(blocks: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
+    """Regroup rows into blocks of about `size` bytes."""
+    parts: list[torch.Tensor] = []
+    held = 0
+    for block in blocks:
+        at_once = max(size // max(block[:1].nbytes, 1), 1)
+        for first in range(0, len(block), at_once):
+            part = block[first : first + at_once]
+            if parts and held + part.nbytes > size:
+                yield torch.cat(parts) if len(parts) > 1 else parts[0]
+                parts, held = [], 0
+            parts.append(part)
+            held += part.nbytes
+    if parts:
+        yield torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -17,11 +17,11 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from crc32c import crc32c
 
 from vllm.v1.capture.consumers.filesystem.file_names import SHARD, files_of
 from vllm.v1.capture.consumers.filesystem.params import FilesystemParams
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS
-from vllm.v1.capture.consumers.storage.codecs import Codec, KeyEncoder, parse_codec
 from vllm.v1.capture.consumers.storage.consumer import FilesConsumer
 from vllm.v1.capture.consumers.storage.files import (
     Workspace,
@@ -37,7 +37,7 @@ from vllm.v1.capture.consumers.storage.stored_request import (
     StoredRequest,
     results_of,
 )
-from vllm.v1.capture.delivery.row_bytes import write_all
+from vllm.v1.capture.delivery.row_bytes import raw_bytes, write_all
 from vllm.v1.capture.errors import fail
 from vllm.v1.capture.types import (
     CaptureContext,
@@ -67,6 +67,24 @@ ROW_FACTS = ("positions", "token_ids")
 """Fields with one value per row."""
 
 
+class KeyBytes:
+    """The bytes of a key, counted and summed up while they are written."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Bytes that `of` has yielded so far."""
+        self.checksum = crc32c(b"")
+        """CRC32C of these bytes, with the reflected polynomial of RFC 3720, 12.1."""
+
+    def of(self, blocks: Iterable[torch.Tensor]) -> Iterator[Bytes]:
+        """Yield the bytes of rows `[rows, width]`."""
+        for block in blocks:
+            data = raw_bytes(block)
+            self.num_bytes += len(data)
+            self.checksum = crc32c(data, self.checksum)
+            yield data
+
+
 @dataclass(frozen=True, slots=True)
 class Writing:
     """The settings for writing the rows of one request."""
@@ -76,30 +94,11 @@ class Writing:
     tag: str
     name: str
     """The request's name, as a part of a path."""
-    codec: Codec
-    """Of rows; results of readouts are stored raw."""
-
-    def encoder(self, sidecar: dict[str, Any]) -> KeyEncoder:
-        """Create the encoder of a key."""
-        codec = Codec() if "readout" in sidecar else self.codec
-        dtype = getattr(torch, sidecar["dtype"])
-        return KeyEncoder(codec, sidecar["hidden_size"], dtype)
 
     @property
     def max_bytes(self) -> int:
         """Maximum bytes per system call."""
         return self.params.coalesce_max_bytes
-
-    def encoded(
-        self, request: StoredRequest, finalize: CaptureFinalize, encoder: KeyEncoder
-    ) -> Iterator[Bytes]:
-        """Yield the encoded bytes of a key.
-
-        Raises:
-            OSError: rows are missing.
-
-        """
-        return encoder.encode(request.blocks(finalize, self.max_bytes))
 
     def write_pair(
         self,
@@ -160,25 +159,25 @@ def keys_in_turn(
 
     """
     for finalize in finalizes:
-        encoder = writing.encoder(finalize.sidecar)
-        yield from writing.encoded(request, finalize, encoder)
-        entries.append(entry(finalize.sidecar, shared, offset, encoder))
-        offset += encoder.num_bytes
+        written = KeyBytes()
+        yield from written.of(request.blocks(finalize, writing.max_bytes))
+        entries.append(entry(finalize.sidecar, shared, offset, written))
+        offset += written.num_bytes
 
 
 def key_json(
-    request_id: str, sidecar: dict[str, Any], encoder: KeyEncoder
+    request_id: str, sidecar: dict[str, Any], written: KeyBytes
 ) -> dict[str, Any]:
     """The JSON of a file with one key (layout `per_file`).
 
     Args:
         request_id: the request's name.
         sidecar: the key's sidecar.
-        encoder: the encoder, after it has encoded all rows.
+        written: its bytes, after all of them were written.
 
     """
     facts = {name: sidecar[name] for name in (*REQUEST_FACTS, *ROW_FACTS)}
-    return {"request_id": request_id, **_key_facts(sidecar, encoder), **facts}
+    return {"request_id": request_id, **_key_facts(sidecar, written), **facts}
 
 
 def request_facts(sidecars: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -195,7 +194,7 @@ def entry(
     sidecar: dict[str, Any],
     shared: dict[str, Any],
     offset: int,
-    encoder: KeyEncoder,
+    written: KeyBytes,
 ) -> dict[str, Any]:
     """The index entry of a key in a file with several keys.
 
@@ -203,24 +202,23 @@ def entry(
         sidecar: the key's sidecar.
         shared: the result of `request_facts`, which is not repeated.
         offset: of the key's first byte in the file.
-        encoder: the encoder, after it has encoded all rows.
+        written: its bytes, after all of them were written.
 
     """
     own = {name: sidecar[name] for name in ROW_FACTS if name not in shared}
     if sidecar["dtype"] != shared["dtype"]:
         own["dtype"] = sidecar["dtype"]
-    place = {"offset": offset, "nbytes": encoder.num_bytes}
-    return {**_key_facts(sidecar, encoder), **place, **own}
+    place = {"offset": offset, "nbytes": written.num_bytes}
+    return {**_key_facts(sidecar, written), **place, **own}
 
 
-def _key_facts(sidecar: dict[str, Any], encoder: KeyEncoder) -> dict[str, Any]:
+def _key_facts(sidecar: dict[str, Any], written: KeyBytes) -> dict[str, Any]:
     """What is said of a key in any file."""
     facts = {
         "layer": sidecar["layer"],
         "hook": sidecar["hook"],
         "shape": [sidecar["num_rows"], sidecar["hidden_size"]],
-        "codec": encoder.describe(),
-        "crc32c": encoder.checksum,
+        "crc32c": written.checksum,
     }
     # Of rows of some heads, of results of readouts, and of rows that lack some.
     said = {"heads": "heads", "readout": "readout", "capture_note": "note"}
@@ -270,12 +268,12 @@ def write_per_file(
 def _write_key(
     request: StoredRequest, finalize: CaptureFinalize, writing: Writing, base: str
 ) -> None:
-    encoder = writing.encoder(finalize.sidecar)
+    written = KeyBytes()
     writing.write_pair(
         request,
         base,
-        writing.encoded(request, finalize, encoder),
-        lambda: key_json(writing.name, finalize.sidecar, encoder),
+        written.of(request.blocks(finalize, writing.max_bytes)),
+        lambda: key_json(writing.name, finalize.sidecar, written),
     )
 
 
@@ -416,12 +414,12 @@ class FilesystemConsumer(FilesConsumer):
 
     params_class = FilesystemParams
     _params: FilesystemParams
-    more_keys = ("layout", "codec")
+    more_keys = ("layout",)
 
     def _check(
         self, raw: dict[str, Any], spec: CaptureSpec, ctx: CaptureContext, where: str
     ) -> None:
-        """Check the layout and the codec."""
+        """Check the layout."""
         layout = raw.get("layout")
         if layout is not None and layout not in LAYOUTS:
             raise fail(
@@ -429,8 +427,6 @@ class FilesystemConsumer(FilesConsumer):
                 f"{where}.layout",
                 layout,
             )
-        if raw.get("codec") is not None:
-            parse_codec(raw["codec"], f"{where}.codec")
 
     def claimed_places(self, raw: Any, request_id: str, num_samples: int) -> list[str]:
         """The paths that a request's rows are written to; see `PathLocks`."""
@@ -442,10 +438,7 @@ class FilesystemConsumer(FilesConsumer):
         client = sidecar.get("client_spec") or {}
         layout = client.get("layout") or self._params.default_layout
         tag, name = place_of(sidecar, self._params.default_tag)
-        codec = parse_codec(
-            client.get("codec") or self._params.codec, "capture.filesystem.codec"
-        )
-        writing = Writing(self._params, self._workspace, tag, name, codec)
+        writing = Writing(self._params, self._workspace, tag, name)
         if layout == "sharded":
             self._append(request, finalizes, writing)
             return

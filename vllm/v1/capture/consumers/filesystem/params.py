@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 from vllm.logger import init_logger
 from vllm.v1.capture.consumers.filesystem.types import LAYOUTS, Layout
-from vllm.v1.capture.consumers.storage.codecs import parse_codec
 from vllm.v1.capture.consumers.storage.options import Options
 from vllm.v1.capture.consumers.storage.params import StorageParams
 
@@ -31,8 +30,6 @@ class FilesystemParams(StorageParams):
 
     default_layout: Layout = "per_file"
     """The layout of requests that do not choose one."""
-    codec: str = "raw"
-    """The codec of requests that do not choose one."""
     on_collision: Collision = "overwrite"
     """What happens if files of a request exist. Shards never overwrite one another; of
     two requests with the same name, the later one is read."""
@@ -57,9 +54,6 @@ class FilesystemParams(StorageParams):
         for name in ("coalesce_max_bytes", "num_shards", "fd_cache_size"):
             options.whole(name)
         options.whole("num_shards", most=1000)
-        values = options.values
-        if "codec" in values:
-            parse_codec(values["codec"], "capture_consumers.filesystem.codec")
         for name, why in _WITHOUT_EFFECT.items():
-            if name in values:
+            if name in options.values:
                 logger.info_once("filesystem: %s has no effect: %s", name, why)

@@ -20,7 +20,6 @@ from vllm.v1.capture.consumers.filesystem.file_names import (
     SHARD,
     indices_in,
 )
-from vllm.v1.capture.consumers.storage.codecs import codec_of
 from vllm.v1.residual.tap import Tap
 
 
@@ -257,52 +256,55 @@ def shard_indices(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def decode(
-    data: bytes | bytearray | memoryview,
-    entry: dict[str, Any],
-    dtype_name: str,
-    where: str,
+    data: bytearray, entry: dict[str, Any], dtype_name: str, where: str
 ) -> torch.Tensor:
-    """Decode the bytes of one key.
+    """The rows `[rows, hidden_size]` of one key, in the memory of `data`.
 
     Args:
-        data: the encoded bytes.
-        entry: the key's entry or sidecar, with `shape`, `codec` and `crc32c`.
+        data: the bytes of the key.
+        entry: the key's entry or sidecar, with `shape` and `crc32c`.
         dtype_name: the captured dtype.
         where: the file's name in messages.
-
-    Returns:
-        A tensor `[rows, hidden_size]`.
 
     Raises:
         ValueError: the size or the checksum of `data` differs from the entry.
 
     """
+    check_raw(entry, where)
     dtype = getattr(torch, dtype_name.removeprefix("torch."))
     num_rows, width = entry["shape"]
-    description = entry.get("codec", {"name": "raw"})
-    codec = codec_of(description)
-    row_bytes = codec.row_bytes(width, dtype)
-    blocks = description.get("blocks")
-    if blocks is None:
-        assert row_bytes is not None, f"{where} has no list of blocks"
-        blocks = [(num_rows, num_rows * row_bytes)]
-    expected = sum(size for _, size in blocks)
+    expected = num_rows * width * dtype.itemsize
     if len(data) != expected:
         raise ValueError(
             f"{where} has {len(data)} bytes, but {num_rows} rows of {width} "
-            f"{dtype_name} values have {expected} ({description['name']})"
+            f"{dtype_name} values have {expected}"
         )
     stored = entry.get("crc32c")  # Earlier builds could not always compute it.
     if stored is not None and (found := crc32c(data)) != stored:
         raise ValueError(f"{where} is damaged: CRC32C is {found}, was {stored}")
-    view, start, parts = memoryview(data), 0, []
-    for count, size in blocks:
-        part = view[start : start + size]
-        parts.append(codec.reconstruct(part, count, width, dtype))
-        start += size
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0, width, dtype=dtype)
+    return rows_in(data, (num_rows, width), dtype)
+
+
+def check_raw(entry: dict[str, Any], where: str) -> None:
+    """Refuse rows that an earlier build has encoded.
+
+    Raises:
+        ValueError: naming the file.
+
+    """
+    name = entry.get("codec", {"name": "raw"})["name"]
+    if name != "raw":
+        raise ValueError(
+            f"{where} is encoded ({name}); read it with the version that wrote it"
+        )
+
+
+def rows_in(
+    data: bytearray | memoryview, shape: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Writable memory as rows of `shape`, which may be empty."""
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
 
 
 def _read_entry(file: Any, entry: dict[str, Any], dtype_name: str) -> torch.Tensor:

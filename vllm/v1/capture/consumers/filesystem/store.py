@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy access to all files of a root, by request, layer, hook and position.
 
-Opening a store only reads the indices. Rows are memory-mapped, and encoded rows
-decoded, when and as far as they are requested.
+Opening a store only reads the indices. Rows are memory-mapped when and as far as they
+are requested.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,8 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.capture.consumers.filesystem.reader import own_indices, shard_indices
-from vllm.v1.capture.consumers.storage.codecs import codec_of
+from vllm.v1.capture.consumers.filesystem.reader import (
+    check_raw,
+    own_indices,
+    rows_in,
+    shard_indices,
+)
 from vllm.v1.capture.consumers.storage.files import ASIDE
 
 STATISTICS_ROWS = 4096
@@ -34,7 +38,6 @@ class StoredRows:
     num_rows: int
     width: int
     dtype: torch.dtype
-    codec: dict[str, Any]
     positions: Sequence[int]
     token_ids: Sequence[int | None]
     heads: Sequence[int] = ()
@@ -48,8 +51,8 @@ class StoredRows:
 
         Args:
             positions: token positions, in the order of the result; by default all
-                rows. With the codec `raw`, these are a private mapping of the file, so
-                writing to the tensor does not change the file.
+                rows. These are a private mapping of the file, so writing to the tensor
+                does not change the file.
 
         Raises:
             KeyError: a position was not captured.
@@ -88,26 +91,16 @@ class StoredRows:
     def _rows(self, first: int, stop: int) -> torch.Tensor:
         if stop <= first:
             return torch.empty(0, self.width, dtype=self.dtype)
-        codec = codec_of(self.codec)
-        row_bytes = codec.row_bytes(self.width, self.dtype)
-        if row_bytes is not None:
-            data = self._mapped(first * row_bytes, (stop - first) * row_bytes)
-            return codec.reconstruct(data, stop - first, self.width, self.dtype)
-        parts, start, offset = [], 0, 0
-        for count, size in self.codec["blocks"]:
-            if start < stop and start + count > first:
-                data = self._mapped(offset, size)
-                block = codec.reconstruct(data, count, self.width, self.dtype)
-                parts.append(block[max(first - start, 0) : stop - start])
-            start, offset = start + count, offset + size
-        return torch.cat(parts)
-
-    def _mapped(self, offset: int, size: int) -> memoryview:
+        row_bytes = self.width * self.dtype.itemsize
         # Copy on write: tensors must be writable, files must not change.
         mapped = np.memmap(
-            self.path, np.uint8, mode="c", offset=self.offset + offset, shape=(size,)
+            self.path,
+            np.uint8,
+            mode="c",
+            offset=self.offset + first * row_bytes,
+            shape=((stop - first) * row_bytes,),
         )
-        return mapped.data
+        return rows_in(mapped.data, (stop - first, self.width), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +143,7 @@ class CaptureStore:
         Raises:
             FileNotFoundError: `root` is not a directory.
             ValueError: a file was written by an earlier public fork in several pieces
-                per key.
+                per key, or by an earlier build as encoded rows.
 
         """
         self.root = Path(root)
@@ -313,6 +306,7 @@ def _check_whole(path: Path, index: dict[str, Any]) -> None:
 def _stored(
     tag: str, path: Path, facts: dict[str, Any], entry: dict[str, Any]
 ) -> StoredRows:
+    check_raw(entry, str(path))
     return StoredRows(
         tag=tag,
         request_id=entry.get("request_id") or facts["request_id"],
@@ -323,7 +317,6 @@ def _stored(
         num_rows=entry["shape"][0],
         width=entry["shape"][1],
         dtype=getattr(torch, entry.get("dtype", facts["dtype"])),
-        codec=entry.get("codec", {"name": "raw"}),
         positions=entry.get("positions") or facts.get("positions") or (),
         token_ids=entry.get("token_ids") or facts.get("token_ids") or (),
         heads=tuple(entry.get("heads", ())),

@@ -23,5 +23,3 @@ class FilesystemCaptureRequest:
     """A position selector."""
     layout: str | None = None
     """`"per_file"`, `"packed"` or `"sharded"`; None for the consumer's default."""
-    codec: str | None = None
-    """As in `parse_codec`, such as `"zstd"`; None for the consumer's default."""
