@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import libcst as cst
 import pytest
 
 from fork.architectures.library import installed
@@ -15,10 +14,8 @@ from fork.architectures.reports import UNKNOWN, ArchitectureReport, reports
 from fork.building.builder import Order, open_release
 from fork.paths import HERE
 from fork.weave.decoder_layers import Layer, WeaveResult, weave_module
-from fork.weave.layer_class import Module
-from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, SINCE, Rule
+from fork.weave.rules import NOT_TAPPED, REFUSED, RULES, SINCE
 from fork.weaving.cache import digest_of, keep, recall, weave_digest
-from tests.fork.weave._checks import check, subjects
 
 reported = pytest.mark.soak
 """Finds the layers of every architecture, which each build does too."""
@@ -102,25 +99,6 @@ def test_every_rule_and_refusal_is_about_a_class_of_the_release(release: Woven) 
     }
     later = [names for since, names in SINCE.items() if since > release.version]
     assert {*RULES, *REFUSED, *NOT_TAPPED}.difference(*later) <= known
-
-
-def test_a_change_at_a_point_of_a_real_layer_goes_on_exactly_once(
-    release: Woven,
-) -> None:
-    checked = 0
-    for module, result in release.results.items():
-        if result.source is None:
-            continue
-        classes = Module(cst.parse_module(result.source)).classes
-        for layer in result.layers:
-            rule = RULES.get(key(module, layer.name), Rule(reason=""))
-            if layer.inherits or not rule.proven or rule.streams:
-                continue
-            for subject in subjects(result.source, classes[layer.name], rule):
-                check(subject)
-            checked += 1
-    inherited = [x for r in release.results.values() for x in r.layers if x.inherits]
-    assert checked == TAPPED - len(inherited) - 1  # Dbrx adds inside another module
 
 
 @reported
