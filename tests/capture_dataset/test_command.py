@@ -90,13 +90,15 @@ def test_options_choose_prompts_rows_and_types(call: Call, tmp_path: Path) -> No
     assert "line 10 repeats the id 'k0'" in call(*words, status=1)
     words += ["--on-repeated-id", "replace", "--truncate", 5, "--values-dtype"]
     words += ["float16", "--hook", "pre_attn,post_attn", "--positions", "[0,6]"]
-    call(*words, "--max-tokens", 3, "--compression", "zstd", "--carry", "label")
+    words += ["--layers", "1", "--carry", "label", "--carry", "text"]  # None is lost.
+    call(*words, "--max-tokens", 3, "--compression", "zstd")
     data = load_dataset(out)
     assert len(data) == 9 and len(data.taps) == 8
     assert data.layer(5, "post_attn")[3].shape == (2, 192)
     assert data.layer(0).to_torch().dtype == torch.float16
     assert data.samples.column("prompt_id").to_pylist()[-1] == "k0"
     assert data.samples.column("label").to_pylist() == [*map(int, "101010100")]
+    assert data.samples.column("text")[-1].as_py() == "Max ran."
     assert data.columns.column("is_prompt").to_pylist()[:2] == [True, False]
 
 

@@ -110,10 +110,11 @@ def _add_source(group: Any) -> None:
     )
     group.add_argument(
         "--carry",
+        action=_More,
         type=_names,
         default=(),
         metavar="COLUMN,...",
-        help="Columns to store with the rows, such as labels.",
+        help="Columns to store with the rows, such as labels; may be repeated.",
     )
     group.add_argument(
         "--chat", action="store_true", help="Treat texts as user messages of a chat."
@@ -131,12 +132,14 @@ def _add_source(group: Any) -> None:
 def _add_rows(group: Any) -> None:
     group.add_argument(
         "--layers",
+        action=_More,
         type=parse_layers,
         metavar="L,L-L,...",
         help="Layers, counted from 0, such as 3 or 2,4-6; all by default.",
     )
     group.add_argument(
         "--hook",
+        action=_More,
         type=_names,
         default=("post_block",),
         metavar="HOOK,...",
@@ -211,6 +214,15 @@ def _add_output(group: Any) -> None:
     )
 
 
+class _More(argparse.Action):
+    """Adds to what the option gave before, of which argparse would keep the last."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
+        before = getattr(namespace, self.dest)
+        more = values if before is self.default else (*before, *values)
+        setattr(namespace, self.dest, more)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -275,7 +287,7 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         RowsSpec,
         args,
         hooks=args.hook,
-        layers=tuple(args.layers or ()),
+        layers=tuple(sorted(set(args.layers or ()))),
         readouts=parse_readouts(args.readout),
     )
     named = (rows.keep_when or {}).get("readout")
