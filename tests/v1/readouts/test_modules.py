@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -158,6 +159,15 @@ def test_a_probes_file_that_has_changed_is_not_steered_by(tmp_path: Path) -> Non
     save_probe(path, torch.ones(1, 4) * 2, layer=0)
     with pytest.raises(SteeringValidationError, match="has changed since"):
         named_files(lambda: known).probe("mood", "when")
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, list])
+def test_a_probe_of_any_library_is_saved(tmp_path: Path, make: Any) -> None:
+    for vectors, bias in ((make([1.0, 2.0]), 0.5), (make([[1.0, 2.0]]), make([0.5]))):
+        save_probe(tmp_path / "p.safetensors", vectors, bias, layer=1)
+        probe = load_module("p", str(tmp_path / "p.safetensors"))
+        assert isinstance(probe, ProbeModule)
+        assert probe.vectors.tolist() == [[1, 2]] and probe.bias.tolist() == [0.5]
 
 
 def test_a_value_jumps_in_a_probe_as_in_a_low_rank_entry() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -214,22 +214,22 @@ def check_place(info: ModuleInfo, points: Mapping[int, Sequence[str]]) -> None:
 
 def save_probe(
     path: str | Path,
-    vectors: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    vectors: Any,
+    bias: Any = None,
     *,
     layer: int | None = None,
     hook: str = "post_block",
     activation: str = "none",
     cosine: bool = False,
-    threshold: torch.Tensor | None = None,
+    threshold: Any = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a probe file. Tensors are stored in float32.
+    """Write a probe file. Tensors, arrays and numbers are stored in float32.
 
     Args:
         path: the file to write, ending in `.safetensors`.
-        vectors: `[k, hidden_size]`.
-        bias: `[k]`.
+        vectors: `[k, hidden_size]`, or `[hidden_size]`.
+        bias: `[k]`, or a number.
         layer: the 0-based layer that the probe reads by default.
         hook: the hook point of that layer.
         activation: `none`, `relu`, `sigmoid`, `softmax` or `jumprelu`.
@@ -238,11 +238,11 @@ def save_probe(
         metadata: further metadata, such as `model`.
 
     """
-    tensors = {"vectors": vectors.float().contiguous()}
+    tensors = {"vectors": torch.atleast_2d(_float32(vectors))}
     if bias is not None:
-        tensors["bias"] = bias.float().contiguous()
+        tensors["bias"] = torch.atleast_1d(_float32(bias))
     if threshold is not None:
-        tensors["threshold"] = threshold.float().contiguous()
+        tensors["threshold"] = torch.atleast_1d(_float32(threshold))
     said = {"kind": "probe", "activation": activation, "cosine": str(cosine).lower()}
     if layer is not None:
         said |= {"layer": str(layer), "hook": hook}
@@ -271,6 +271,10 @@ def save_translator(
     tensors |= {f"{k}.bias": one.contiguous() for k, one in (biases or {}).items()}
     said = {"kind": "translator", "residual": str(residual).lower()}
     _save(path, tensors, said, metadata)
+
+
+def _float32(values: Any) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=torch.float32).contiguous()
 
 
 def _save(
