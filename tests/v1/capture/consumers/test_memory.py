@@ -11,6 +11,7 @@ from tests.v1.capture.consumers._drive import context, deliver, rows_of, sidecar
 from vllm.v1.capture.capabilities import consumer_capabilities
 from vllm.v1.capture.consumer import BatchingSink
 from vllm.v1.capture.consumers.memory import MemoryConsumer, path_safe
+from vllm.v1.capture.consumers.memory.api import store_of
 from vllm.v1.capture.consumers.memory.patch_source import PatchSourceConsumer
 from vllm.v1.capture.consumers.memory.store import RowStore, selected
 from vllm.v1.capture.errors import CaptureValidationError
@@ -58,6 +59,19 @@ def test_several_servers_would_not_share_the_rows() -> None:
             f"capture_consumers.{consumer.kind}",
             2,
         )
+
+
+def test_rows_are_meant_where_runs_are_kept_too() -> None:
+    memory, runs = keeping(), PatchSourceConsumer(None, {})
+    kept = {"patch_source": runs, "memory": memory}
+    capture: Any = SimpleNamespace(consumers=lambda: kept)
+    assert store_of(capture) is memory.store
+    assert store_of(capture, "patch_source") is runs.store
+    kept["other"] = keeping()
+    with pytest.raises(CaptureValidationError, match="instance must be one of"):
+        store_of(capture)
+    capture.consumers = lambda: {"patch_source": runs}
+    assert store_of(capture) is runs.store
 
 
 def test_without_a_name_a_request_is_kept_under_its_id() -> None:

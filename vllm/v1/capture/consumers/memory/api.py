@@ -23,7 +23,8 @@ def captured(
     Args:
         self: the engine.
         name: the name in the requests' specs; None for an overview.
-        instance: name of the consumer instance; needed if several keep rows.
+        instance: name of the consumer instance; needed if several keep rows, and
+            for the runs of `patch_source` beside `memory`.
 
     Returns:
         With a name, a list with one `KeptRequest` for each sample of each request:
@@ -116,8 +117,10 @@ def store_of(capture: "NoCapture", instance: str | None = None) -> RowStore:
             "captured",
             instance,
         )
-    if instance is None and len(keeping) == 1:
-        return next(iter(keeping.values())).store
+    if instance is None:  # Runs, which make room for others, only if nothing else is.
+        meant = [one for one in keeping.values() if not one.evicts]
+        if len(meant := meant or [*keeping.values()]) == 1:
+            return meant[0].store
     if instance not in keeping:
         raise fail(f"instance must be one of {sorted(keeping)}", "instance", instance)
     return keeping[instance].store
