@@ -10,7 +10,7 @@ from urllib.parse import quote
 import numpy as np
 from clearbox_client.bulk import accept_of, document_in
 from clearbox_client.connection import Answer, Connections
-from clearbox_client.errors import ClearboxError, understood
+from clearbox_client.errors import ClearboxError, InputError, understood
 from clearbox_client.many import run_many
 from clearbox_client.replies import Chunk, Reply
 from clearbox_client.requests import (
@@ -27,6 +27,12 @@ from clearbox_client.shared import Mapped
 MAX_BYTES = 4 << 30
 
 T = TypeVar("T")
+
+
+def _refuse_text(given: object, name: str, form: str) -> None:
+    if isinstance(given, str):
+        message = f"{name} must be a list, such as {form}; complete takes a text"
+        raise InputError(message, name, given)
 
 
 class Client:
@@ -101,6 +107,7 @@ class Client:
 
     def chat(self, messages: Messages, *, tokens: bool = False, **fields: Any) -> Reply:
         """Generate a chat's next message; arguments are those of `complete`."""
+        _refuse_text(messages, "messages", '[{"role": "user", "content": ...}]')
         return self._reply(messages, tokens, fields)
 
     def complete_many(
@@ -127,6 +134,7 @@ class Client:
                 sent.
 
         """
+        _refuse_text(prompts, "prompts", '["a text"]')
         _ = self.model  # Asked once, not by each thread.
 
         def ask(prompt: Prompt | Messages) -> Reply:

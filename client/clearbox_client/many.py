@@ -21,8 +21,17 @@ def run_many(
     """
     began = monotonic()
     shown = progress and sys.stderr.isatty()
+
+    def named(number: int, prompt: Any) -> T:
+        try:
+            return call(prompt)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.10 has no notes.
+                error.add_note(f"prompts[{number}] is {str(prompt)[:80]!r}")
+            raise
+
     with ThreadPoolExecutor(max(concurrency, 1), "clearbox-many") as pool:
-        futures = [pool.submit(call, prompt) for prompt in prompts]
+        futures = [pool.submit(named, *item) for item in enumerate(prompts)]
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 future.result()

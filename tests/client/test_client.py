@@ -195,6 +195,17 @@ def test_messages_go_to_the_chat_route_and_several_choices_have_rows_each() -> N
     assert [one[3, "post_block"].values[0, 0] for one in found.rows_of] == [0.0, 1.0]
 
 
+def test_a_text_is_neither_a_chat_nor_a_list_of_prompts() -> None:
+    with Client("http://localhost:1", model="m") as client:
+        with pytest.raises(InputError, match="messages must be .*complete takes"):
+            client.chat("Hi")  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="prompts must be .*complete takes"):
+            client.complete_many("Hi")
+        with pytest.raises(ClearboxError, match="does not answer") as found:
+            client.complete_many(["a", "b"], concurrency=1)
+    assert found.value.__notes__ == ["prompts[0] is 'a'"]
+
+
 def lines() -> bytes:
     pieces: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "text": "b"}], "readouts": {"risk": RISK}},
