@@ -107,6 +107,8 @@ class RowSet(Mapping[tuple[int, str], Rows]):
         return cls(found)
 
     def __getitem__(self, tap: tuple[int, str]) -> Rows:
+        if tap not in self._rows:
+            raise KeyError(f"{tap!r} is not in {self!r}")
         return self._rows[tap]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:

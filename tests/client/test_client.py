@@ -174,6 +174,8 @@ def test_a_reply_has_rows_with_positions_ids_and_tokens() -> None:
     assert "<svg" in shown and "<iframe" in shown and "risk" in shown
     with pytest.raises(KeyError, match="position 9"):
         rows.at(9)
+    with pytest.raises(KeyError, match=r"\(4, 'x'\) is not in .*layer 3, post_block"):
+        found.rows[4, "x"]
 
 
 def test_messages_go_to_the_chat_route_and_several_choices_have_rows_each() -> None:

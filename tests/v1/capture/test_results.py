@@ -66,6 +66,8 @@ def test_rows_by_tap_are_shown_by_their_shapes() -> None:
     shown = repr(rows)
     assert shown.startswith("RowsByTap((0, 'post_block'): [2, 3] bfloat16, ")
     assert shown.endswith("... 6 taps)") and len(shown) < 250
+    with pytest.raises(KeyError, match=r"\(9, 'x'\) is not in RowsByTap.*6 taps"):
+        rows[9, "x"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -22,6 +22,8 @@ def test_a_result_is_a_table_as_in_the_client() -> None:
     shown = result()._repr_html_()
     assert shown is not None and "probe" in shown
     assert all(text in shown for text in ("<td>4</td>", "<td>7</td>", "0.25", "-3.5"))
+    with pytest.raises(KeyError, match=r"'value' is not in .*values \[2, 1\]"):
+        result()["value"]
 
 
 def test_a_full_pattern_is_drawn() -> None:

@@ -45,6 +45,9 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self.heads: list[int] = []
         """The heads of which all rows consist; empty if they are whole."""
 
+    def __missing__(self, tap: object) -> torch.Tensor:
+        raise KeyError(f"{tap!r} is not in {self!r}")
+
     def __repr__(self) -> str:
         shown = [
             f"({layer}, {hook!r}): {list(rows.shape)} {str(rows.dtype)[6:]}"

@@ -63,6 +63,8 @@ class ReadoutResult:
     values are those before the change."""
 
     def __getitem__(self, name: str) -> Array:
+        if name not in self.arrays:
+            raise KeyError(f"{name!r} is not in {self!r}")
         return self.arrays[name]
 
     def _repr_html_(self) -> str | None:
