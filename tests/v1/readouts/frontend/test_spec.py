@@ -148,6 +148,11 @@ def test_an_address_names_the_layer_too(kind: str, hook: str) -> None:
         parse_readout("n", given | {key: RIGHT[kind][key]}, CONTEXT, SERVER)
 
 
+def test_a_kind_alone_is_no_readout() -> None:
+    with pytest.raises(ReadoutValidationError, match="must be an object, such as"):
+        parse_readout("n", "lens", CONTEXT, SERVER)
+
+
 def test_a_lens_on_a_head_that_is_no_linear_map_is_refused() -> None:
     server = Server(
         {},

@@ -54,6 +54,12 @@ def edited(positions: Any) -> dict[str, Any]:
     return at({"vector": ONE, "op": "replace", "positions": positions})
 
 
+def test_a_set_has_no_fields_but_its_own() -> None:
+    with pytest.raises(SteeringValidationError, match="no others") as refused:
+        admission().parse_named({"vectors": None, "vector": at(ONE)})
+    assert refused.value.value == "['vector']"
+
+
 @pytest.mark.parametrize(
     ("field", "positions", "missed"),
     [

@@ -47,8 +47,11 @@ def parse_readout(name: str, spec: Any, ctx: CaptureContext, server: Server) -> 
 
     """
     where = f"readouts.{name}"
-    if not isinstance(spec, dict) or spec.get("kind") not in KINDS:
-        given = spec.get("kind") if isinstance(spec, dict) else spec
+    if not isinstance(spec, dict):
+        raise fail(
+            f'{where} must be an object, such as {{"kind": "lens"}}', where, spec
+        )
+    if (given := spec.get("kind")) not in KINDS:
         raise fail(
             f"{where}.kind must be one of {list(KINDS)}, not {given!r}",
             f"{where}.kind",

@@ -314,9 +314,11 @@ class SteeringAdmission:
         if not isinstance(raw, Mapping) or not raw or not raw.keys() <= set(names):
             raise fail(
                 f"a set of vectors is an object with the keys {list(names)}, of "
-                "which at least one must be there",
+                "which at least one must be there, and no others",
                 "vectors",
-                sorted(map(str, raw)) if isinstance(raw, Mapping) else raw,
+                sorted(map(str, {*raw} - {*names}))
+                if isinstance(raw, Mapping)
+                else raw,
             )
         return self.parse(raw, describe.FIELDS)
 

@@ -26,7 +26,7 @@ def set_steering(
         self: the engine to steer.
         vectors: vectors for all tokens, `{hook: {layer: vector}}`; a vector has
             `hidden_size` finite numbers (list, NumPy array or tensor, used as float32)
-            or is an object with more keys, see `docs/steering/vectors.md`.
+            or is an object with more keys, see `docs/steering/semantics.md`.
         prefill_vectors: vectors added for prompt tokens only.
         decode_vectors: vectors added for generated tokens only.
         replace: whether everything set before is dropped. Otherwise only what was set
