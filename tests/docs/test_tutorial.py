@@ -75,6 +75,7 @@ def test_the_server_stops_and_keeps_what_it_flags(
     names: dict[str, Any] = {}
     exec(watch.replace("http://localhost:8000", server.url), names)
     assert len(names["values"]) > 20
+    assert all(0 <= value <= 1 for value in names["values"])  # As the page says.
     exec(stop, names)
     reply = names["reply"]
     assert reply.stop_reason == "readout:gloomy" and reply.finish_reason == "stop"
