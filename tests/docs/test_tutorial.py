@@ -125,6 +125,13 @@ def test_vectors_are_swept_and_evaluated_on_a_server_as_in_an_engine(
         assert served == pytest.approx(own, rel=0.1, abs=0.05)
 
 
+def test_a_grid_is_asked_of_a_server(server: Server, folder: Path) -> None:
+    out, words = folder / "grid.json", ["vllm", "patch", "the dog was", "the cat was"]
+    words += ["--server", server.url, "--answer", " happy", "--json", str(out)]
+    run(folder, shlex.join(words))
+    assert len(json.loads(out.read_text())["values"]["post_block"]) == 6
+
+
 def numbers(found: Any) -> list[float]:
     """All numbers of a JSON document, in order."""
     if isinstance(found, dict):

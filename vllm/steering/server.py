@@ -38,8 +38,8 @@ class ServerEngine:
             clearbox_client.ClearboxError: the server does not answer, or refuses.
 
         """
-        self._client = Client(url, api_key=api_key)
-        (about, *_) = self._client.models()
+        self.client = Client(url, api_key=api_key)
+        (about, *_) = self.client.models()
         self._root = str(about["root"])
         self.model_config = SimpleNamespace(max_model_len=int(about["max_model_len"]))
 
@@ -63,7 +63,7 @@ class ServerEngine:
 
         """
         each = repeat(params) if isinstance(params, SamplingParams) else params
-        _ = self._client.model  # Asked once, not by each thread.
+        _ = self.client.model  # Asked once, not by each thread.
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             return list(pool.map(self._ask, prompts, each))
 
@@ -71,7 +71,7 @@ class ServerEngine:
 
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
+        self.client.close()
 
     def _ask(self, prompt: Any, params: SamplingParams) -> RequestOutput:
         fields: dict[str, Any] = {
@@ -88,9 +88,9 @@ class ServerEngine:
         if isinstance(prompt, list):
             if params.logprobs is not None:
                 fields |= {"logprobs": True, "top_logprobs": params.logprobs}
-            return _output(self._client.chat(prompt, **fields))
+            return _output(self.client.chat(prompt, **fields))
         asked = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-        return _output(self._client.complete(asked, logprobs=params.logprobs, **fields))
+        return _output(self.client.complete(asked, logprobs=params.logprobs, **fields))
 
 
 def _output(reply: Reply) -> RequestOutput:

@@ -20,6 +20,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CAPTURE = ["capture", "in.jsonl", "--model", "m", "--out", "out"]
+PATCH = ["patch", "clean", "corrupt", "--model", "m"]
 PROBE = ["probe", "train", "--model", "m", "--data", "a.jsonl"]
 PROBE += ["--out", "b.safetensors"]
 
@@ -73,6 +74,8 @@ def test_a_wrong_option_ends_the_command(
         (CAPTURE[:-2], "out: give the data set's folder with --out DIR"),
         ([*CAPTURE, "--server", "http://host"], "not both"),
         (["capture", "gone.jsonl", *CAPTURE[2:]], "'gone.jsonl' is no file or folder"),
+        (PATCH, "answer: give it with --answer"),
+        ([*PATCH, "--metric", "kl", "--json", "no/f.json"], "there is no folder 'no'"),
     ],
 )
 def test_options_that_do_not_fit_end_the_command(

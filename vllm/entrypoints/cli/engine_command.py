@@ -158,7 +158,7 @@ OWN_COMMANDS = (
         "patch",
         Action(
             "Patch a prompt with another's rows at every layer and position.",
-            "CLEAN CORRUPT --model M --answer TEXT",
+            "CLEAN CORRUPT (--model M | --server URL) --answer TEXT",
             "patch.run",
             EAGER,
         ),

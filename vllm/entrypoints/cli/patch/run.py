@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.entrypoints.cli.steer.options import check_engine, started_engine
+from vllm.entrypoints.cli.steer.options import (
+    add_server_arguments,
+    check_engine,
+    started_engine,
+)
+from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
     from vllm.patching import PatchResult
@@ -47,6 +52,7 @@ def add_arguments(parser: Any) -> None:
     )
     group.add_argument("--out", type=Path, metavar="FILE", help="Draw the maps.")
     group.add_argument("--json", type=Path, metavar="FILE", help="Write all values.")
+    add_server_arguments(parser)
 
 
 def parse_heads(text: str) -> Any:
@@ -57,6 +63,9 @@ def parse_heads(text: str) -> Any:
 def check(args: argparse.Namespace) -> None:
     """Check what needs no model."""
     check_engine(args)
+    needs_answer = args.metric in (None, "logit_diff", "logprob", "recovered")
+    if needs_answer and args.answer is None:
+        raise fail("answer: give it with --answer ' Paris'", "answer", None)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,9 +80,10 @@ def run(args: argparse.Namespace) -> None:
 
     if args.out is not None:
         check_can_draw(args.out)
+    llm: Any  # An `LLM`, or a server's.
     with started_engine(args, enable_patching=True) as llm:
         result = patch_sweep(
-            llm,
+            llm if args.server is None else llm.client,
             args.clean,
             args.corrupt,
             effect="noise" if args.noise else "denoise",

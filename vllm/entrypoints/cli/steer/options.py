@@ -54,7 +54,11 @@ def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
 
 
 def check_engine(args: argparse.Namespace) -> None:
-    """Refuse options that name no engine, or several."""
+    """Refuse options that name no engine, or several, and a file that cannot be."""
+    file = getattr(args, "json", None)
+    if file is not None and not file.absolute().parent.is_dir():
+        folder = str(file.parent)
+        raise fail(f"json: there is no folder {folder!r}; create it", "json", folder)
     if (args.model is None) == (getattr(args, "server", None) is None):
         other = " or --server URL, not both" if hasattr(args, "server") else ""
         message = f"model: give the model to load with --model{other}"
