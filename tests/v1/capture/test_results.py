@@ -58,6 +58,17 @@ def test_the_payload_of_several_samples_is_by_sample() -> None:
     assert (result.status, result.error) == ("partial_error", "bad")
 
 
+def test_taps_are_in_order_however_their_groups_arrive() -> None:
+    rows = RowsByTap()
+    facts = {"positions": [0], "token_ids": [5]}
+    for layers in ((0, 10), (9, 2), (1,)):  # Two consumers make several groups.
+        taps = [(layer, "post_block") for layer in layers]
+        rows.put_all(taps, torch.tensor([[[layer]] for layer in layers]), facts)
+    for held in (rows, rows.positions, rows.token_ids):
+        assert [layer for layer, _ in held] == [0, 1, 2, 9, 10]
+    assert [one.item() for one in rows.values()] == [0, 1, 2, 9, 10]
+
+
 def test_rows_by_tap_are_shown_by_their_shapes() -> None:
     rows = RowsByTap()
     facts = {"positions": [0, 1], "token_ids": [5, 6]}

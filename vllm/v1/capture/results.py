@@ -29,7 +29,7 @@ BY_TAP = "\0by tap"
 
 
 class RowsByTap(dict[Tap, torch.Tensor]):
-    """`(layer, hook)` -> rows `[rows, hidden_size]` on the CPU.
+    """`(layer, hook)` -> rows `[rows, hidden_size]` on the CPU, in ascending order.
 
     `positions[tap]` and `token_ids[tap]` hold one entry per row of the tap. A token id
     is None if the prompt was given as embeddings. Taps with the same positions share
@@ -79,11 +79,22 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self, taps: Sequence[Tap], rows: torch.Tensor, facts: Mapping[str, Any]
     ) -> None:
         """Add the rows `[taps, rows, hidden_size]` of taps with the same positions."""
+        known = len(self)
         self.update(zip(taps, separated(rows), strict=True))
         self.positions.update(dict.fromkeys(taps, _as_list(facts["positions"])))
         self.token_ids.update(dict.fromkeys(taps, _as_list(facts["token_ids"])))
         self.transport = facts.get("transport", "http")
         self.heads = facts.get("heads", [])
+        if 0 < known < len(self):
+            self._sort()
+
+    def _sort(self) -> None:
+        """Order taps by layer, as values are stacked; groups come in any order."""
+        parts: list[dict[Tap, Any]] = [self, self.positions, self.token_ids]
+        for held in parts:
+            ordered = {tap: held[tap] for tap in sorted(held)}
+            held.clear()
+            held.update(ordered)
 
     def facts_of(self, tap: Tap) -> dict[str, Any]:
         """Everything about a tap except its rows, as plain data."""
