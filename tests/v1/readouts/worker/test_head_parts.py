@@ -56,6 +56,9 @@ def test_parts_sum_to_what_is_added_less_biases(behind: Callable[..., Any]) -> N
     whole = found.sum(1) + bias @ directions.T
     torch.testing.assert_close(whole, added @ directions.T)
     torch.testing.assert_close(parts.parts(4, (2, 0), *given), found[:, [2, 0]])
+    nothing = torch.zeros(1, HEADS * SIZE), torch.zeros(1, WIDTH)
+    projection.bias.zero_()
+    assert not parts.parts(4, (1,), *nothing, directions, kept).any()
 
 
 @torch.no_grad()

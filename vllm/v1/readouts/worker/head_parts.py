@@ -43,10 +43,11 @@ class Form:
         return weighted
 
     def scale(self, rows: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """The scale `[n, 1]` at which it makes `normed` of `rows`."""
+        """The scale `[n, 1]` at which it makes `normed` of `rows`; of zeros, 0."""
         own = self.own(rows)
         products = ((normed - self.bias) * own).sum(dim=-1, keepdim=True)
-        return products / (own * own).sum(dim=-1, keepdim=True)
+        squares = (own * own).sum(dim=-1, keepdim=True)
+        return products / squares.masked_fill(squares == 0, 1)
 
     def error(self, rows: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """The relative difference of its form from what it has made."""
