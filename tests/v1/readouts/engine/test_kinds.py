@@ -142,6 +142,8 @@ def test_norms_and_cosines_to_the_layer_before(engine: CapturedEngine) -> None:
         "all": {"kind": "norm", "hooks": {"post_block": "all"}, "positions": "all"},
         "one": {"kind": "norm", "hooks": {"post_block": [2]}},
     }
+    # Behind the last block, whose stream enters no other one, it is read at its end.
+    spec["after"] = spec["all"] | {"after": True}
     for output in read_out(engine, PROMPTS, spec):
         rows, found = stream(engine, output)[:-1], output.readouts
         close(found["all"]["norm"], rows.norm(dim=-1))
@@ -151,6 +153,8 @@ def test_norms_and_cosines_to_the_layer_before(engine: CapturedEngine) -> None:
         first = len(output.prompt_token_ids or ())
         close(found["one"]["cosine"][:, 0], cosine[first:, 1])
         assert found["one"].taps == ((2, "post_block"),)
+        for name in ("norm", "cosine"):
+            np.testing.assert_array_equal(found["after"][name], found["all"][name])
 
 
 @pytest.mark.parametrize("positions", ["all_prompt", "all", "all_generated"])

@@ -27,6 +27,7 @@ from vllm.v1.readouts.worker.top_tokens import BEST
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import Probe, Readout, RowPart
 from vllm.v1.residual.sae import SparseAutoencoder
+from vllm.v1.residual.tap import in_front
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -302,7 +303,9 @@ def _rows_before(job: Job) -> Indices:
 
 def _taps_before(readout: Readout) -> np.ndarray:
     """For each staged tap, the index of the one at the previous layer, or -1."""
-    place = {tap: number for number, tap in enumerate(readout.staged)}
+    staged, is_behind = readout.staged, readout.after >= 0
+    taps = [in_front(tap) for tap in staged] if is_behind else staged
+    place = {tap: number for number, tap in enumerate(taps)}
     return np.array([place.get((layer - 1, hook), -1) for layer, hook in place])
 
 
