@@ -8,6 +8,7 @@ Built once, at admission. This module does not import torch, because
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -394,6 +395,7 @@ class StepReadouts(NamedTuple):
         parts = [*self._singles(req_id), *self.parts.get(req_id, ())]
         if not parts:
             return None
+        parts.sort(key=attrgetter("start"))
         return RequestReadouts(self.starts[req_id] + self.shift, parts)
 
     def token_at(self, req_id: str, position: int) -> list[ReadoutPart] | None:

@@ -157,6 +157,18 @@ def test_norms_and_cosines_to_the_layer_before(engine: CapturedEngine) -> None:
             np.testing.assert_array_equal(found["after"][name], found["all"][name])
 
 
+def test_positions_ascend_where_single_ones_are_among_others(
+    engine: CapturedEngine,
+) -> None:
+    norm = {"kind": "norm", "hooks": {"post_block": [1]}}
+    listed = [2, 5, 6, 12, 14, 15, 16, 20]
+    spec = {"all": norm | {"positions": "all"}, "some": norm | {"positions": listed}}
+    (output,) = read_out(engine, [prompt(24)], spec)
+    found = output.readouts
+    assert found["some"].positions == listed
+    np.testing.assert_array_equal(found["some"]["norm"], found["all"]["norm"][listed])
+
+
 @pytest.mark.parametrize("positions", ["all_prompt", "all", "all_generated"])
 def test_reduced_rows(engine: CapturedEngine, positions: str) -> None:
     how = ("none", "mean", "sum", "max", "last")
