@@ -12,6 +12,7 @@ import torch
 from tests.support.captured import CapturedEngine, prompt
 from tests.support.plugins import install
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
+from vllm import SamplingParams
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
 from vllm.v1.readouts.worker import custom
 from vllm.v1.residual.sae import encode
@@ -167,6 +168,23 @@ def test_positions_ascend_where_single_ones_are_among_others(
     found = output.readouts
     assert found["some"].positions == listed
     np.testing.assert_array_equal(found["some"]["norm"], found["all"]["norm"][listed])
+
+
+def test_rows_are_reduced_once_if_the_cache_is_reset_meanwhile(
+    engine: CapturedEngine,
+) -> None:
+    """Then the engine drops the output of steps in flight, and computes them again."""
+    spec = {"kind": "rows", "hooks": {"post_block": [1]}, "positions": "all_prompt"}
+    both = {name: spec | {"reduce": name} for name in ("none", "sum")}
+    params = SamplingParams(max_tokens=2, ignore_eos=True, readouts=both)
+    own: Any = engine.llm.llm_engine
+    own.add_request("reset", {"prompt_token_ids": prompt(60)}, params)
+    own.step()
+    assert own.engine_core.reset_prefix_cache(reset_running_requests=True)
+    outputs = [one for _ in range(20) for one in own.step()]
+    found = outputs[-1].readouts
+    assert outputs[-1].finished and found["sum"].error is None
+    close(found["sum"]["rows"], torch.from_numpy(found["none"]["rows"].sum(axis=0)))
 
 
 @pytest.mark.parametrize("positions", ["all_prompt", "all", "all_generated"])

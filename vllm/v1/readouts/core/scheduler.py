@@ -140,6 +140,12 @@ class ReadoutScheduling:
         vars(request).setdefault(_PARTS, []).extend(parts)
         return ReadOut(tokens, fired)
 
+    def take_reduced(self, request: "Request", step: StepReadouts) -> None:
+        """Store what workers have reduced of a prompt in a step that is dropped."""
+        found = step.get(request.request_id)
+        reduced = [part for part in found.parts if part.reduced] if found else []
+        vars(request).setdefault(_PARTS, []).extend(reduced)
+
     def _ended(
         self,
         request: "Request",

@@ -91,6 +91,9 @@ class NoScheduling:
         """
         return token_ids
 
+    def dropped(self, request: "Request", output: "ModelRunnerOutput") -> None:
+        """Take what a preempted request does not compute again of a dropped step."""
+
     def stops(self, request: "Request", stopped: bool) -> bool:
         """Whether the request ends after the tokens that remained.
 
@@ -219,6 +222,10 @@ class Scheduling(NoScheduling):
             acting = output.acting.at(request_id) if output.acting else ""
             note_step(request, acting, num_tokens, len(token_ids), self._block_size)
         return token_ids
+
+    def dropped(self, request: "Request", output: "ModelRunnerOutput") -> None:
+        if output.readouts is not None and request.request_id in self.readouts:
+            self.readouts.take_reduced(request, output.readouts)
 
     def stops(self, request: "Request", stopped: bool) -> bool:
         fired = self._fired.pop(request.request_id, None)

@@ -114,6 +114,15 @@ if request_token_budget == 0:
         insert="self.residual.note_step(model_runner_output)",
         why="Counts how often conditions fire, and sends actions with the next step.",
     ),
+    before(
+        scope="Scheduler.update_from_output",
+        anchor="if output_is_stale and request.drop_stale_output:",
+        insert="""
+if output_is_stale and request.drop_stale_output:
+    self.residual.dropped(request, model_runner_output)
+""",
+        why="Workers do not reduce the rows again that they have reduced in the step.",
+    ),
     after(
         scope="Scheduler.update_from_output",
         anchor="status_before_stop = request.status",
