@@ -12,7 +12,7 @@ from itertools import chain
 import msgspec
 
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutRows
-from vllm.v1.residual.spans import Spans, merged, overlap
+from vllm.v1.residual.spans import Spans, merged, overlap, selected_below
 from vllm.v1.residual.tap import AFTER, Tap, in_front
 
 LIVE = "*live"
@@ -129,7 +129,7 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
             for group in self.groups
             for reader in group.readers
             if reader.instance == instance
-            for span in overlap(reader.ranges, 0, stop)
+            for span in selected_below(reader.ranges, stop)
             for first, last in overlap(kept, *span)
         )
 

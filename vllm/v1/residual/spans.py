@@ -77,6 +77,12 @@ def only_last(spans: Spans) -> bool:
     return bool(spans) and spans[-1][1] == LAST_ROW
 
 
+def selected_below(spans: Spans, stop: int) -> list[tuple[int, int]]:
+    """What resolved spans select of a request whose last row is at `stop - 1`."""
+    found = overlap(spans, 0, stop)
+    return [(stop - 1, stop)] if found and only_last(spans) else found
+
+
 def absolute(spans: Spans, num_prompt: int, start: int, stop: int) -> Iterator[range]:
     """The parts of spans that lie in `[start, stop)`; they may overlap.
 

@@ -66,6 +66,23 @@ def test_rows_are_kept_around_tokens_that_fire(
             engine.check(output, wanted)
 
 
+@pytest.mark.parametrize("scope", ["request", "token"])
+def test_the_last_row_alone_is_kept_or_none(engine: CapturedEngine, scope: str) -> None:
+    """Though rows of earlier tokens lie around the one that fires."""
+    near = {"before": 0, "after": 52} if scope == "token" else {}
+    keep = {"readout": "size", "above": 0, "scope": scope, **near}
+    spec = ROWS | {"positions": "last_generated", "keep_when": keep}
+    readouts = {"size": NORM | {"positions": [0]}}
+    for output in read_out(engine, PROMPTS, readouts, capture={"inline": spec}):
+        result = output.capture_results["inline"]
+        last = 6 + len(output.prompt_token_ids or ())
+        assert result.status == "ok" and result.error is None
+        is_kept = scope == "request" or last <= 52
+        assert result.kept == NUM_TAPS * is_kept
+        found = result.payload.positions.values() if result.payload else []
+        assert [one for one in found if one] == [[last]] * (NUM_TAPS * is_kept)
+
+
 CONSUMERS = ("inline", "keeper")
 
 

@@ -27,7 +27,14 @@ from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import Readout, ReadoutReader, ReadoutRows
 from vllm.v1.residual.row_blocks import LocalGroup
-from vllm.v1.residual.spans import OPEN_END, Spans, contains, only_last, overlap
+from vllm.v1.residual.spans import (
+    OPEN_END,
+    Spans,
+    contains,
+    only_last,
+    overlap,
+    selected_below,
+)
 from vllm.v1.residual.tap import AFTER, Tap
 
 LAYER_CONVENTION = "0-based block index"
@@ -366,12 +373,10 @@ class CapturedRequest:
         kept = self._spans_kept(reader.instance, end)
         positions = [
             position
-            for span in overlap(reader.ranges, 0, stop)
+            for span in selected_below(reader.ranges, stop)
             for part in overlap(kept, *span)
             for position in range(*part)
         ]
-        if only_last(reader.ranges):
-            positions = positions[-1:]
         spans = self._handed_on.get((number, reader.instance), [])
         arrived = _positions_below(stop, tuple(spans))
         if self._groups[number].held and (0, OPEN_END) in kept and arrived != positions:
