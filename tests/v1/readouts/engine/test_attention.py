@@ -79,6 +79,7 @@ class Pair:
             max_model_len=CONTEXT if kind.startswith("grouped") else 256,
             max_num_batched_tokens=32,
             enable_readouts=True,
+            enable_steering=True,
             hook_points=["q", "z", "attn_add"],
         )
 
@@ -332,6 +333,28 @@ def test_heads_sum_to_what_attention_adds(pair: Pair) -> None:
                 assert parts[:, 4].abs().max() < bound
         own = torch.from_numpy(few["logits"][:, 1:3].copy())
         within(own, pair.parts_of_heads(output, 1)[:, [2, 0]], bound)
+
+
+def test_a_request_that_changes_heads_lacks_its_own_parts_alone(pair: Pair) -> None:
+    """Whether or not it is known yet what follows the heads of the layer."""
+    spec = {"kind": "attribution", "tokens": TOKENS, "heads": "all", "positions": [2]}
+    plain = SamplingParams(max_tokens=1, readouts={"a": spec}, detokenize=False)
+    changed = plain.clone()
+    changed.steering_vectors = {"z": {1: {"op": "replace", "vector": 0, "heads": [0]}}}
+    (parts,) = pair.engine.llm.collective_rpc(
+        lambda worker: worker.model_runner.residual.readouts._heads
+    )
+    parts._layers[1].form = None
+    for is_known in (False, True):
+        first, other = pair.engine.run([PROMPTS[1]] * 2, [changed, plain])
+        assert other.readouts["a"].error is None
+        assert not np.isnan(other.readouts["a"]["logits"]).any()
+        found = first.readouts["a"]
+        assert is_known == (found.error is None), found.error
+        if is_known:
+            heads = [tap[1].startswith("head_") for tap in found.taps]
+            missing = np.isnan(found["logits"][0, heads]).all(-1)
+            assert missing.tolist() == [False] * 4 + [True] * 4
 
 
 def within(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:

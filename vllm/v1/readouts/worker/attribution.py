@@ -20,6 +20,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.readouts.worker.head import Head, trial_rows
 from vllm.v1.readouts.worker.head_parts import Form, HeadParts, forms_of, likeliest
 from vllm.v1.readouts.worker.jobs import Arrays, Job
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import ADDED, ATTN_REST, Readout
 from vllm.v1.residual.tap import Tap
 
@@ -134,13 +135,20 @@ class Attribution:
         normed = self._head.normed(rows).float()
         return normed @ directions.normed.T + directions.bias
 
-    def compute(self, job: Job, rows: torch.Tensor, directions: Directions) -> Arrays:
+    def compute(
+        self,
+        job: Job,
+        rows: torch.Tensor,
+        directions: Directions,
+        errors: dict[int, str],
+    ) -> Arrays:
         """What each component adds to the logits, and the rest.
 
         Args:
             job: of readouts of this kind with these tokens.
             rows: `[R, hidden_size]`.
             directions: of the tokens.
+            errors: extended by the errors of entries, by index.
 
         Returns:
             For entry i `i.logits` `[count, components, t]` float32. They sum to the
@@ -157,7 +165,11 @@ class Attribution:
             normed = self._head.normed(last).float()
             ratio = self._form.scale(last.float(), normed)
             parts = own.float() @ directions.rows.T * ratio[:, None]
-            heads = self._of_heads(entry.readout, inside, directions)
+            try:
+                heads = self._of_heads(entry.readout, inside, directions)
+            except ValueError as error:  # Perhaps because of what its request changes.
+                errors[number] = described(error)
+                continue
             heads = {layer: one * ratio[:, None] for layer, one in heads.items()}
             added = _differences(entry.readout, parts, heads)
             rest = self._logits(last, directions) - added.sum(dim=1)

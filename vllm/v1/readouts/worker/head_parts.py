@@ -55,6 +55,13 @@ class Form:
         found = self.own(rows) * self.scale(rows, normed)
         return (found - exact).norm() / exact.norm()
 
+    def fitting(self, rows: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """The scale `[n, 1]`; NaN where it has not made `normed` of a row."""
+        scale, exact = self.scale(rows, normed), normed - self.bias
+        wrong = (self.own(rows) * scale - exact).norm(dim=-1, keepdim=True)
+        known = wrong <= TOLERANCE * exact.norm(dim=-1, keepdim=True)
+        return scale.masked_fill(~known, float("nan"))
+
 
 @dataclass(slots=True)
 class Projected:
@@ -118,7 +125,7 @@ class HeadParts:
             kept: what is kept for later rows with the same directions.
 
         Returns:
-            `[n, heads, t]` float32.
+            `[n, heads, t]` float32; NaN of rows of which something else was added.
 
         Raises:
             ValueError: what is added is no linear function of the heads.
@@ -134,7 +141,7 @@ class HeadParts:
         heads = z.float().unflatten(-1, (own.heads, size))[:, list(chosen)]
         along = kept[layer].unflatten(-1, (own.heads, size))[:, list(chosen)]
         found = torch.einsum("nhv,thv->nht", heads, along)
-        return found * own.form.scale(output, added)[:, :, None]
+        return found * own.form.fitting(output, added)[:, :, None]
 
     def _before_projection(
         self, own: Projected, z: torch.Tensor, directions: torch.Tensor

@@ -118,7 +118,7 @@ class Operations:
             case ("sae", SparseAutoencoder() as sae, top_k, features):
                 return sae_values(sae, rows, top_k, features)
             case ("attribution", Directions() as directions):
-                return self._attribution.compute(job, rows, directions)
+                return self._attribution.compute(job, rows, directions, result.errors)
             case ("norm",):
                 return norms(job, rows)
             case ("custom", *_):
