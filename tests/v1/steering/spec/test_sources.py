@@ -14,9 +14,11 @@ from tests.v1.steering.frontend.test_admission import ONE, POINTS, WIDTH, admit
 from vllm.v1.capture.consumers.memory.api import kept_run, leased
 from vllm.v1.capture.consumers.memory.patch_source import PatchSourceConsumer
 from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.residual.tap import PointShape
 from vllm.v1.steering.errors import SteeringValidationError
 from vllm.v1.steering.frontend.admission import SteeringAdmission
 from vllm.v1.steering.frontend.modules import Module, SteeringModules
+from vllm.v1.steering.spec.entry import Heads
 from vllm.v1.steering.spec.parse import SteeredModel
 from vllm.v1.steering.spec.sources import Sources
 
@@ -136,3 +138,10 @@ def test_a_lease_of_a_name_that_is_not_kept_is_none() -> None:
     )
     with leased(capture, "gone"), pytest.raises(CaptureValidationError, match="gone"):
         kept_run(capture, "gone")
+
+
+def test_heads_are_cut_from_rows_and_not_from_the_mask_of_these_heads() -> None:
+    entry = {"vectors": np.arange(4)[None], "mask": np.array([1, 1, 0, 0])}
+    cut = Heads([1, 0], PointShape(4, 2)).cut(entry)
+    assert cut["vectors"].tolist() == [[2, 3, 0, 1]]
+    assert cut["mask"].tolist() == [1, 1, 0, 0]

@@ -83,7 +83,7 @@ class Heads:
         """An entry with vectors of these heads only, where they are whole rows."""
         return {
             key: value[..., self._places]
-            if isinstance(value, np.ndarray) and value.shape[-1] == self._width
+            if key in VECTORS and value.shape[-1] == self._width
             else value
             for key, value in entry.items()
         }
