@@ -212,6 +212,10 @@ def test_a_model_that_cannot_be_loaded_is_told_without_a_traceback(
         (["{source}", "--model", "m", "--out", "o", "--column", "y"], "no column 'y'"),
         (["{source}", "--model", "m", "--out", "o", "--limit", "0"], "at least 1"),
         (["{source}", "--server", "http://127.0.0.1:9", "--out", "o"], "server: http"),
+        (
+            ["{source}", "--model", f"{MODEL}", "--out", "o", "--layers", "6"],
+            "6 layers",
+        ),
     ],
 )
 def test_mistakes_are_reported_before_a_model_is_loaded(

@@ -5,12 +5,14 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from itertools import islice
 from shutil import disk_usage
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.capture_dataset.collect import begin, collect
 from vllm.capture_dataset.manifest import NAME, Manifest, taken
@@ -21,8 +23,12 @@ from vllm.capture_dataset.spec import OutputSpec, RowsSpec
 from vllm.capture_dataset.survey import Survey
 from vllm.entrypoints.cli.capture.options import specs_of
 from vllm.entrypoints.cli.steer.options import check_client
-from vllm.v1.capture.errors import CaptureValidationError
+from vllm.v1.capture.errors import CaptureValidationError, fail
 from vllm.v1.residual.bounds import counted
+from vllm.v1.residual.sizes import num_layers
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
 
 TRIED_PROMPTS = 32
 INTERRUPTED = 130
@@ -130,6 +136,7 @@ def _runner(args: argparse.Namespace) -> Any:
 
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.enable_readouts |= bool(args.readout)
+    _check_layers(args.layers, copy(engine_args))
     if args.ray is not None:
         from vllm.capture_dataset.ray_cluster import RayRunner
 
@@ -137,6 +144,19 @@ def _runner(args: argparse.Namespace) -> Any:
         opened = partial(open_engine, engine_args)
         return RayRunner(args.ray, args.ray_engines, opened, ranks, args.out)
     return open_engine(engine_args)
+
+
+def _check_layers(layers: Sequence[int] | None, engine_args: "EngineArgs") -> None:
+    """Refuse layers that a model lacks before it is loaded, which can take minutes."""
+    if layers:
+        count = num_layers(engine_args.create_model_config())
+        if max(layers) >= count:
+            raise fail(
+                f"layers: the model has {count} layers, counted from 0, and no layer "
+                f"{max(layers)}",
+                "layers",
+                max(layers),
+            )
 
 
 def _print_error(message: str) -> int:
