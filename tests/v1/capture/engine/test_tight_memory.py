@@ -2,6 +2,7 @@
 """Little staging memory and little KV cache: slower, but nothing is lost."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -66,6 +67,18 @@ def test_positions_that_are_not_captured_cost_no_staging_memory(
     (output,) = tight.run([prompt(50, seed=301)], asking("last_prompt", max_tokens=2))
     tight.check(output, [49])
     assert max(scheduled) == 50
+
+
+@pytest.mark.timeout(120)
+def test_a_block_of_states_whose_rows_never_fit_a_step_is_computed_in_parts(
+    tight: CapturedEngine, scheduled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As for a state-space model with prefix caching: chunks end with blocks.
+    scheduler = scheduler_of(tight)
+    monkeypatch.setattr(scheduler, "need_mamba_block_aligned_split", True)
+    (output,) = tight.run([prompt(70, seed=302)], asking("all", max_tokens=3))
+    tight.check(output)
+    assert {32, 64, 70} <= set(accumulate(scheduled))
 
 
 def test_more_requests_than_fit_a_step_take_turns(tight: CapturedEngine) -> None:

@@ -151,16 +151,14 @@ class CaptureScheduling:
         if self._at_most + num_tokens * taps <= self._rows_per_step:
             return num_tokens
         left = max(self._rows_per_step - self._count(), 0)
-        if plan.rows_in(computed, computed + num_tokens) <= left:
+        return _fitting(plan, computed, num_tokens, left)
+
+    def limit_alone(self, request: "Request", computed: int, num_tokens: int) -> int:
+        """As `limit`, if the request was alone in a step."""
+        plan = plan_of(request)
+        if plan is None:
             return num_tokens
-        low, high = 0, num_tokens  # rows_in grows with the number of tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            if plan.rows_in(computed, computed + middle) <= left:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return _fitting(plan, computed, num_tokens, self._rows_per_step)
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
         """Count scheduled tokens; only to be called while `counts` is true."""
@@ -196,6 +194,20 @@ class CaptureScheduling:
         """Return and clear the ends to send with this step; None if there are none."""
         ends, self._ends = self._ends, []
         return ends or None
+
+
+def _fitting(plan: CapturePlan, computed: int, num_tokens: int, rows: int) -> int:
+    """How many of `num_tokens` tokens have at most `rows` rows."""
+    if plan.rows_in(computed, computed + num_tokens) <= rows:
+        return num_tokens
+    low, high = 0, num_tokens  # rows_in grows with the number of tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan.rows_in(computed, computed + middle) <= rows:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def capture_scheduling(vllm_config: "VllmConfig") -> CaptureScheduling:

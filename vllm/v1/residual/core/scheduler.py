@@ -50,6 +50,10 @@ class NoScheduling:
         """
         return num_tokens
 
+    def limit_alone(self, request: "Request", computed: int, num_tokens: int) -> int:
+        """As `limit`, if the request was alone in a step."""
+        return num_tokens
+
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
         """Count tokens of a running request that are scheduled."""
 
@@ -169,6 +173,9 @@ class Scheduling(NoScheduling):
         if not self.capture.counts:
             return num_tokens
         return self.capture.limit(request, computed, num_tokens)
+
+    def limit_alone(self, request: "Request", computed: int, num_tokens: int) -> int:
+        return self.capture.limit_alone(request, computed, num_tokens)
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
         if self.capture.counts:

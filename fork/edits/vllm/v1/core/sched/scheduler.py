@@ -23,6 +23,14 @@ EDITS = [
         insert="self.residual.add_request(request)",
         why="Only the engine that ran a request handles its end.",
     ),
+    before(
+        scope="Scheduler._mamba_block_aligned_split",
+        anchor="aligned_end = end // block_size * block_size",
+        insert="""
+max_prefill_tokens = self.residual.limit_alone(request, start, max_prefill_tokens)
+""",
+        why="A block whose rows never fit a step is computed in parts, or it never is.",
+    ),
     after(
         scope="Scheduler.schedule",
         anchor="self.kv_cache_manager.new_step_starts()",
