@@ -35,12 +35,12 @@ class Bench:
     references: dict[int | None, InnerReference]
     adapters: dict[int | None, LoRARequest | None]
 
-    def run(self) -> list[Any]:
+    def run(self, **fields: Any) -> list[Any]:
         """Run the prompt with each adapter."""
         prompts = [{"prompt_token_ids": PROMPT} for _ in ADAPTERS]
         lora = [self.adapters[number] for number in ADAPTERS]
         found: list[Any] = self.llm.generate(
-            prompts, params(), lora_request=lora, use_tqdm=False
+            prompts, params(**fields), lora_request=lora, use_tqdm=False
         )
         return found
 
@@ -62,6 +62,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         # adapter to requests without one.
         max_loras=3,
         capture_consumers=["inline"],
+        hook_points=["mlp_act"],
     )
     yield Bench(llm, references, adapters)
     llm.llm_engine.engine_core.shutdown()
@@ -79,6 +80,24 @@ def test_the_engines_vectors_steer_adapters_too(bench: Bench) -> None:
     for number, output in zip(ADAPTERS, outputs, strict=True):
         error, _ = compared(output, bench.references[number], {TAP: change})
         assert error < 1e-4, (number, error)
+
+
+def test_the_input_of_a_projection_with_adapters_is_read_and_changed(
+    bench: Bench,
+) -> None:
+    tap, added = (1, "mlp_act"), torch.linspace(-1, 1, 96)
+    outputs = bench.run(
+        capture={"inline": {"hooks": {"mlp_act": [1]}, "positions": "all_prompt"}},
+        steering_vectors={"mlp_act": {1: added}},
+    )
+    for number, output in zip(ADAPTERS, outputs, strict=True):
+        reference = bench.references[number]
+        error, effect = compared(output, reference, {tap: lambda rows: rows + added})
+        assert error < 1e-4 and effect > 1e-3, (number, error, effect)
+        rows = output.capture_results["inline"].payload[tap]
+        torch.testing.assert_close(
+            rows, reference.rows_at(PROMPT, tap), atol=1e-4, rtol=1e-4
+        )
 
 
 def test_an_oracle_reads_the_row_of_another_run(

@@ -409,7 +409,12 @@ def _of_mlp(layer: nn.Module) -> dict[str, InnerPoint]:
     if len(downs) == 1:
         (down,) = downs
         ranks = down.tp_size if down.input_is_parallel else 1
-        points["mlp_act"] = InnerPoint(down, PointShape(down.input_size), 0, ranks)
+        # Adapters compute a layer that they wrap without calling it.
+        called = next(
+            (one for one in layer.modules() if getattr(one, "base_layer", 0) is down),
+            down,
+        )
+        points["mlp_act"] = InnerPoint(called, PointShape(down.input_size), 0, ranks)
     return points
 
 
