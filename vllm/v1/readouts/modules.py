@@ -70,6 +70,17 @@ class TranslatorModule:
     biases: Mapping[int, torch.Tensor]  # [hidden_size]
     residual: bool = False
 
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that determines the values."""
+        found = hashlib.sha256(repr(self.residual).encode())
+        for tensors in (self.weights, self.biases):
+            for layer, tensor in sorted(tensors.items()):
+                data = tensor.contiguous().view(torch.uint8)  # NumPy has no bfloat16.
+                found.update(
+                    repr((layer, tensor.dtype)).encode() + data.numpy().tobytes()
+                )
+        return found.hexdigest()
+
 
 Module: TypeAlias = ProbeModule | TranslatorModule | SparseAutoencoder
 
@@ -124,7 +135,7 @@ def describe_module(name: str, path: str, module: Module) -> ModuleInfo:
         module: the loaded module.
 
     """
-    info = partial(ModuleInfo, name=name, path=path)
+    info = partial(ModuleInfo, name=name, path=path, fingerprint=module.fingerprint())
     if isinstance(module, SparseAutoencoder):
         return info(
             kind="sae",
@@ -137,7 +148,6 @@ def describe_module(name: str, path: str, module: Module) -> ModuleInfo:
             is_transcoder=module.is_transcoder,
             writes=module.writes.tap,
             width_out=module.d_out,
-            fingerprint=module.fingerprint(),
         )
     said = read_metadata(Path(path))
     info = partial(info, **{key: said.get(key, "") for key in ("model", "weights")})
@@ -147,7 +157,6 @@ def describe_module(name: str, path: str, module: Module) -> ModuleInfo:
             width=int(module.vectors.shape[1]),
             size=int(module.vectors.shape[0]),
             tap=_tap(said),
-            fingerprint=module.fingerprint(),
         )
     layers = tuple(sorted(module.weights))
     width = int(module.weights[layers[0]].shape[0])

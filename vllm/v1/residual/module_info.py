@@ -41,7 +41,7 @@ class ModuleInfo:
     width_out: int = 0
     """Hidden size of the rows that it writes."""
     fingerprint: str = ""
-    """SHA-256 of a probe's or an SAE's weights and of how it uses them."""
+    """SHA-256 of the module's weights and of how it uses them."""
 
     def describe(self) -> dict[str, Any]:
         """A JSON-serialisable description, without the path."""

@@ -114,6 +114,8 @@ class Readout(msgspec.Struct, frozen=True, array_like=True):
     attention always None."""
     alone: tuple[Tap, ...] = ()
     """Of a norm: the taps whose point the layer before does not have."""
+    fingerprint: str = ""
+    """Of the probe, translator or SAE; one that has replaced it is not used."""
 
     @property
     def staged(self) -> tuple[Tap, ...]:

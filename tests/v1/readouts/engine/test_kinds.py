@@ -14,6 +14,7 @@ from tests.support.plugins import install
 from tests.v1.readouts._reading import LAYERS, Modules, draw, read_out, stream
 from vllm import SamplingParams
 from vllm.v1.capture.dispatch.dispatcher import Dispatcher
+from vllm.v1.readouts.modules import save_probe, save_translator
 from vllm.v1.readouts.worker import custom
 from vllm.v1.residual.sae import encode
 
@@ -47,6 +48,35 @@ def same_tokens(found: Any, logs: torch.Tensor, top_k: int, tie: float = 1e-3) -
     differ = ids != best.indices
     gaps = (logs.gather(-1, ids) - best.values).abs()
     assert (gaps[differ] < tie).all(), gaps[differ]
+
+
+def test_a_request_that_waits_is_not_read_with_what_replaces_its_module(
+    engine: CapturedEngine, tmp_path: Path
+) -> None:
+    files = [tmp_path / f"{one}.safetensors" for one in range(4)]
+    for seed, (probe, translator) in enumerate((files[:2], files[2:])):
+        save_probe(probe, draw(2, 64, seed=seed), torch.zeros(2), layer=1 + seed)
+        save_translator(translator, {0: draw(64, 64, seed=seed).bfloat16()})
+    places = {"p": files[::2], "t": files[1::2]}
+    readouts = {
+        "p": {"kind": "probe", "probe": "p", "positions": "all"},
+        "t": {"kind": "lens", "translator": "t", "layers": [0], "positions": "all"},
+        "norm": {"kind": "norm", "hooks": {"post_block": [1]}, "positions": "all"},
+    }
+    llm, params = engine.llm, SamplingParams(readouts=readouts, max_tokens=3)
+    for name, (first, second) in places.items():
+        for path in (second, first):
+            llm.register_readout_module(name, str(path), replace=True)
+    llm.enqueue([{"prompt_token_ids": PROMPTS[1]}], params, use_tqdm=False)
+    for name, (_, second) in places.items():
+        llm.register_readout_module(name, str(second), replace=True)
+    (waited,) = llm.wait_for_completion(use_tqdm=False)
+    (later,) = engine.run(PROMPTS[1:2], params)
+    for name in places:
+        assert waited.readouts[name].error and not waited.readouts[name].arrays
+        assert later.readouts[name].error is None
+        llm.unregister_readout_module(name)
+    assert waited.readouts["norm"].error is None
 
 
 def test_probes_by_name_and_of_requests(

@@ -28,7 +28,7 @@ def load_readout_module(
         name: the name to register.
         path: a file or folder that all workers can read.
         tap: `(layer, hook)` for an SAE that does not state its own.
-        fingerprint: of an SAE's weights.
+        fingerprint: of the module's weights.
 
     Raises:
         ReadoutValidationError: it would replace an SAE that steering uses.
@@ -38,7 +38,7 @@ def load_readout_module(
     place = None if tap is None else (int(tap[0]), str(tap[1]))
     rpc = core.model_executor.collective_rpc
     try:
-        rpc(load_module, args=(name, path, place))
+        rpc(load_module, args=(name, path, place, fingerprint))
     except Exception:
         rpc(unload_module, args=(name,))
         _saes(core).pop(name, None)
@@ -146,9 +146,11 @@ def _sent(tensor: Any) -> dict[str, Any]:
 # What workers run, by `collective_rpc`: sent by name, so they stay at module level.
 
 
-def load_module(worker: Any, name: str, path: str, tap: Tap | None) -> None:
+def load_module(
+    worker: Any, name: str, path: str, tap: Tap | None, fingerprint: str
+) -> None:
     """For `collective_rpc`: load a probe, translator or SAE."""
-    _modules_to_change(worker).load(name, path, tap)
+    _modules_to_change(worker).load(name, path, tap, fingerprint)
 
 
 def unload_module(worker: Any, name: str) -> None:

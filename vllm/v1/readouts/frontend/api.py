@@ -39,7 +39,8 @@ def register(
         path: a file or folder that the front end and the workers can read.
         layer: 0-based layer of an SAE, in place of the one that its file states.
         hook: hook point of that layer, `post_block` by default, or an address.
-        replace: whether to replace a module of the same name.
+        replace: whether to replace a module of the same name. Requests that have
+            started keep it; those that wait get an error in place of its results.
 
     Returns:
         The module's description, see `ModuleInfo.describe`.

@@ -69,6 +69,8 @@ def parse_readout(name: str, spec: Any, ctx: CaptureContext, server: Server) -> 
         )
     entry = Spec(name, spec, ctx, server)
     readout = parse(entry)
+    if (info := server.modules.get(readout.module)) is not None:
+        readout = replace(readout, fingerprint=info.fingerprint)
     return replace(readout, after=entry.after(readout)) if AFTER in spec else readout
 
 

@@ -32,10 +32,13 @@ class WorkerModules:
     ) -> None:
         self._device, self._dtype = device, dtype
         self._modules: Loaded = {}
+        self._fingerprints: dict[str, str] = {}
         for name, path in {**config.modules, **config.saes}.items():
-            self.load(name, path)
+            self.load(name, path, None, config.described[name]["fingerprint"])
 
-    def load(self, name: str, path: str, tap: tuple[int, str] | None = None) -> None:
+    def load(
+        self, name: str, path: str, tap: tuple[int, str] | None, fingerprint: str
+    ) -> None:
         """Load a module and replace one of the same name.
 
         Raises:
@@ -43,13 +46,15 @@ class WorkerModules:
 
         """
         self._modules[name] = self._placed(load_module(name, path, tap))
+        self._fingerprints[name] = fingerprint
 
     def unload(self, name: str) -> None:
         """Drop a module, if it is loaded."""
         self._modules.pop(name, None)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._modules
+    def has(self, name: str, fingerprint: str) -> bool:
+        """Whether a module is loaded, and not another one under its name."""
+        return name in self._modules and self._fingerprints[name] == fingerprint
 
     def sae(self, name: str) -> SparseAutoencoder:
         """An SAE by name; its matrices have the model's dtype."""

@@ -210,8 +210,8 @@ class WorkerReadouts:
         joined: dict[str, tuple[Readout, JobKey]] = {}
         for one in plan.readouts:
             if not self._has_module(one):
-                # It was unregistered meanwhile; the final result reports the missing
-                # tokens.
+                # It was unregistered or replaced meanwhile; the final result reports
+                # the missing tokens.
                 continue
             share = Share((one,))
             if len(self._stages.starts) > 1:
@@ -257,7 +257,7 @@ class WorkerReadouts:
 
     def _has_module(self, readout: Readout) -> bool:
         named = readout.kind in ("probe", "lens", "sae") and readout.module
-        return not named or named in self.modules
+        return not named or self.modules.has(named, readout.fingerprint)
 
     def _key(self, readout: Readout) -> JobKey:
         """The key of a readout's job: the operation, then what its readouts share."""
