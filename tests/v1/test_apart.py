@@ -14,7 +14,8 @@ CHOSEN = {
     "v1/readouts/engine/test_stop_when": "async and comes_late",
     "v1/capture/engine/test_rows_rule": "async"
     " and (delivers or mix or share or chunks)",
-    "v1/capture/engine/test_tight_memory": "async and (spread or turns or generated)",
+    "v1/capture/engine/test_tight_memory": "async"
+    " and (spread or turns or generated or function)",
     "v1/steering/test_engine": "llama and slots",
     "v1/steering/test_operations": "llama and (whole_prompt and matrix"
     " or decode_steering_vectors-post_attn)",

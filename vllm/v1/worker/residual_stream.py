@@ -201,6 +201,7 @@ class OpenResidualStream(ResidualStream):
             self._faults.add(self.steering.update(finished, lengths, steps))
         if self.hooks is not None:
             self.hooks.end_requests(finished)
+            self.hooks.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
             for new in begun:
                 params = new.sampling_params
                 if params is not None and params._hooks is not None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import asynchronous
 from tests.support.captured import CapturedEngine, asking, prompt
+from vllm import SamplingParams
 
 pytestmark = pytest.mark.e2e
 
@@ -28,6 +29,7 @@ def tight(request: pytest.FixtureRequest, model: Path) -> Iterator[CapturedEngin
             num_gpu_blocks_override=8,
             max_model_len=128,
             async_scheduling=request.param == "async",
+            vllm_lens_api=True,
         )
     yield engine
     engine.close()
@@ -104,3 +106,21 @@ def test_a_request_that_was_preempted_has_each_row_once(
     }[positions]
     for output in outputs:
         tight.check(output, wanted)
+
+
+def test_a_function_sees_each_row_of_a_preempted_request_once(
+    tight: CapturedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def note(ctx: Any, h: Any) -> None:
+        ctx.saved.setdefault("positions", []).extend(ctx.positions)
+
+    scheduler = scheduler_of(tight)
+    preempt = Mock(wraps=scheduler._preempt_request)
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    hooks = {"apply_hooks": [{"fn": note, "layer_indices": [1]}]}
+    params = SamplingParams(max_tokens=40, ignore_eos=True, extra_args=hooks)
+    outputs: Any = tight.run([prompt(60, seed=330 + i) for i in range(3)], params)
+    assert preempt.called, "the test is pointless without a preemption"
+    for output in outputs:
+        # A step that is in flight when its request ends may be seen as well.
+        assert output.hook_results["0"]["positions"][:99] == list(range(99))

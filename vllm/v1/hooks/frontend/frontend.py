@@ -115,6 +115,8 @@ class HookFrontend(NoHooks):
         self._check(params, is_own=bool(own))
         key = f"{request_id}:{uuid4().hex}"
         params._hooks = HookPlan(key, hooks, self._pickles)
+        # Only a preempted request has cached blocks, whose rows it would not see again.
+        params.skip_reading_prefix_cache = True
 
     def _check(self, params: "SamplingParams", is_own: bool) -> None:
         if self._refusal:

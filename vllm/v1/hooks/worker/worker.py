@@ -101,6 +101,11 @@ class WorkerHooks:
         request = HookedRequest(req_id, plan, num_prompt_tokens, running, by_tap)
         self._requests[req_id] = request
 
+    def restart(self, resumed: Iterable[str]) -> None:
+        """Start requests again that a runner continues after a preemption."""
+        for request in filter(None, map(self._requests.get, resumed)):
+            self.add_request(request.req_id, request.plan, request.num_prompt_tokens)
+
     def end_requests(self, finished: Iterable[str]) -> None:
         """Keep the results of finished requests until they are taken."""
         for req_id in finished:
