@@ -29,7 +29,7 @@ UNBOUNDED = 1 << 62
 CONSUMER = {
     "name": "inline",
     # Only the prompts of one shard are in flight; their number is already bounded.
-    "params": {"max_request_bytes": UNBOUNDED, "max_inflight_bytes": UNBOUNDED},
+    "params": {"max_request_bytes": UNBOUNDED},
 }
 COLLECTED_AT_ONCE = 64
 """Number of finished requests whose rows are collected together."""

@@ -5,6 +5,7 @@ Between processes the tensors of a payload are sent as tensors, beside the rest.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -79,13 +80,13 @@ class RowsByTap(dict[Tap, torch.Tensor]):
         self, taps: Sequence[Tap], rows: torch.Tensor, facts: Mapping[str, Any]
     ) -> None:
         """Add the rows `[taps, rows, hidden_size]` of taps with the same positions."""
-        known = len(self)
+        known, order = len(self), [*islice(reversed(self), 1), *taps]
         self.update(zip(taps, separated(rows), strict=True))
         self.positions.update(dict.fromkeys(taps, _as_list(facts["positions"])))
         self.token_ids.update(dict.fromkeys(taps, _as_list(facts["token_ids"])))
         self.transport = facts.get("transport", "http")
         self.heads = facts.get("heads", [])
-        if 0 < known < len(self):
+        if 0 < known < len(self) and order != sorted(order):
             self._sort()
 
     def _sort(self) -> None:

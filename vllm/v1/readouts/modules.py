@@ -31,6 +31,7 @@ from vllm.v1.residual.numbers import layer_index
 from vllm.v1.residual.sae import SparseAutoencoder, load_sae
 from vllm.v1.residual.sae.files import SAEFileError
 from vllm.v1.residual.sae.load import FILES as SAE_FILES
+from vllm.v1.residual.sae.record import fingerprint_of
 from vllm.v1.residual.tap import HOOK_NAMES, Tap, hook_name, why_not
 
 FORMAT = "clearbox-readout-v1"
@@ -72,14 +73,9 @@ class TranslatorModule:
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the values."""
-        found = hashlib.sha256(repr(self.residual).encode())
-        for tensors in (self.weights, self.biases):
-            for layer, tensor in sorted(tensors.items()):
-                data = tensor.contiguous().view(torch.uint8)  # NumPy has no bfloat16.
-                found.update(
-                    repr((layer, tensor.dtype)).encode() + data.numpy().tobytes()
-                )
-        return found.hexdigest()
+        said = self.residual, sorted(self.weights), sorted(self.biases)
+        both = (*sorted(self.weights.items()), *sorted(self.biases.items()))
+        return fingerprint_of(said, [tensor for _, tensor in both])
 
 
 Module: TypeAlias = ProbeModule | TranslatorModule | SparseAutoencoder

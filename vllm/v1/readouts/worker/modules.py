@@ -51,10 +51,11 @@ class WorkerModules:
     def unload(self, name: str) -> None:
         """Drop a module, if it is loaded."""
         self._modules.pop(name, None)
+        self._fingerprints.pop(name, None)
 
     def has(self, name: str, fingerprint: str) -> bool:
         """Whether a module is loaded, and not another one under its name."""
-        return name in self._modules and self._fingerprints[name] == fingerprint
+        return self._fingerprints.get(name) == fingerprint
 
     def sae(self, name: str) -> SparseAutoencoder:
         """An SAE by name; its matrices have the model's dtype."""

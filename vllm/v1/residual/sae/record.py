@@ -2,8 +2,9 @@
 """The record of a sparse autoencoder, independent of its file's layout."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -116,16 +117,21 @@ class SparseAutoencoder:
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the results."""
         said = (self.selection, self.k, self.input_norm, self.reads, self.writes)
-        found = hashlib.sha256(repr(said).encode())
-        for tensor in self.tensors:
-            found.update(repr((tensor.shape, tensor.dtype)).encode())
-            found.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        return found.hexdigest()
+        return fingerprint_of(said, self.tensors)
 
     @property
     def is_transcoder(self) -> bool:
         """Whether it writes to another place than it reads."""
         return self.reads != self.writes
+
+
+def fingerprint_of(said: tuple[Any, ...], tensors: Iterable[torch.Tensor]) -> str:
+    """SHA-256 of plain values and of tensors on the CPU."""
+    found = hashlib.sha256(repr(said).encode())
+    for tensor in tensors:
+        found.update(repr((tensor.shape, tensor.dtype)).encode())
+        found.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _matrix(sae: SparseAutoencoder, name: str) -> tuple[int, int]:
