@@ -3,18 +3,11 @@
 
     python benchmarks/steering_steps.py    about 5 minutes on idle cores
 
-Two processes with an engine each, one of them with steering, take turns at single
-decode steps of the same batch. A turn is so short that both are equally affected by
-other programs. The figure of a round is the ratio of the median CPU times per step.
-Of 16 requests nobody is steered, or each at one layer, or each at all layers and hook
-points with its own configuration. Further modes use other operations: those such as
-"one clamps at all layers" show what one request costs the others. HTTP and other
-processes of a server are not included.
-
-Two processes with the same work differ by some percent, which the two starts reveal
-but do not remove. `--within` measures one engine with steering instead: a batch of each
-mode between two of its own batches that nobody steers, for what steering costs the
-requests of a server that has it enabled.
+One engine with steering runs batches of 16 requests: each at one layer, or each at all
+layers and hook points with its own configuration; further modes use other operations:
+those such as "one clamps at all layers" show what one request costs the others. The
+figure of a round is the median CPU time of a step over that of two batches beside it
+that nobody steers. HTTP and other processes of a server are not included.
 """
 
 import argparse
@@ -39,7 +32,6 @@ from benchmarks.harness.served import ENVIRONMENT  # noqa: E402
 
 WORK = ROOT / "build" / "benchmarks"
 TARGETS = {
-    "idle": 1.01,
     "one": 1.015,
     "all": 1.06,
     "one clamps at all layers": 1.02,
@@ -51,7 +43,7 @@ TARGETS = {
     "all project at all points, 16 configs": 1.15,
     "all norm-match at one layer": 1.02,
 }
-"""CPU time of a decode step over that of an engine without steering, at most."""
+"""CPU time of a decode step over that of a batch that nobody steers, at most."""
 LAYERS, WIDTH, CONFIGS = 12, 768, 16
 STEPS = 100
 HOOKS = ("pre_attn", "post_attn", "post_block")
@@ -106,14 +98,13 @@ class Engine(Child):
     remaining steps; the answer is CPU seconds.
     """
 
-    def __init__(self, model: Path, modules: dict[str, Path] | None) -> None:
+    def __init__(self, model: Path, modules: dict[str, Path]) -> None:
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        given = {name: str(path) for name, path in (modules or {}).items()}
-        side = "on" if modules else "off"
+        given = {name: str(path) for name, path in modules.items()}
         super().__init__(
             [sys.executable, __file__, "--serve", model, json.dumps(given)],
-            WORK / f"steering_steps_{side}.log",
+            WORK / "steering_steps.log",
             environment,
         )
         self.answer()
@@ -124,10 +115,6 @@ def serve(model: str, modules: dict[str, str]) -> None:
     answer = answers()
     from vllm import LLM, SamplingParams
 
-    options: dict[str, Any] = {}
-    if modules:
-        options = {"enable_steering": True, "max_steering_configs": CONFIGS}
-        options["steering_modules"] = modules
     engine = LLM(
         model,
         skip_tokenizer_init=True,
@@ -135,7 +122,9 @@ def serve(model: str, modules: dict[str, str]) -> None:
         max_num_seqs=32,
         enable_prefix_caching=False,
         distributed_executor_backend="uni",
-        **options,
+        enable_steering=True,
+        max_steering_configs=CONFIGS,
+        steering_modules=modules,
     ).llm_engine
     added = 0
     answer("ready")
@@ -162,20 +151,6 @@ def serve(model: str, modules: dict[str, str]) -> None:
         answer(time.process_time() - before)
 
 
-def compare(off: Engine, on: Engine, mode: str) -> float:
-    """The median step's CPU time with steering over that without."""
-    off.ask("idle")
-    on.ask(mode)
-    times: dict[Engine, list[float]] = {off: [], on: []}
-    for number in range(STEPS):
-        for side in (off, on) if number % 2 else (on, off):
-            times[side].append(side.ask("step"))
-    for side in (off, on):
-        side.ask("finish")
-    # The first steps compute the prompts.
-    return statistics.median(times[on][5:]) / statistics.median(times[off][5:])
-
-
 def within(engine: Engine, mode: str) -> float:
     """The median step's CPU time over that of the engine's idle batches beside it."""
     found = []
@@ -187,28 +162,11 @@ def within(engine: Engine, mode: str) -> float:
     return found[1] / statistics.fmean(found[::2])
 
 
-def measure_within(
-    model: Path, modules: dict[str, Path], modes: list[str], rounds: int
-) -> dict[str, list[float]]:
-    """Ratios of all rounds, by mode; the first batches warm up."""
-    found: dict[str, list[float]] = {mode: [] for mode in modes if mode != "idle"}
-    with Engine(model, modules) as engine:
-        within(engine, "idle")
-        for number in range(rounds):
-            for mode, ratios in found.items():
-                ratios.append(within(engine, mode))
-                print(f"{number + 1}, {mode}: {ratios[-1]:.4f}", flush=True)
-    return found
-
-
 def main() -> int:
     """Measure and report; returns 1 if a cost exceeds its goal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6, help="per start")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", nargs="*", help="modes whose names hold one of these")
-    parser.add_argument(
-        "--within", action="store_true", help="over idle batches of the same engine"
-    )
     parser.add_argument("--out", type=Path, default=WORK / "steering_steps.json")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -216,47 +174,24 @@ def main() -> int:
         serve(options.serve[0], json.loads(options.serve[1]))
         return 0
     head, load_before = reports.begun(), os.getloadavg()
-    parts = options.only or [""]
-    modes = [mode for mode in TARGETS if any(part in mode for part in parts)]
+    modes = [one for one in TARGETS if any(p in one for p in options.only or [""])]
     model = random_llama(WORK / "models", LAYERS, WIDTH).folder
     modules = write_modules(WORK / "modules")
-    if options.within:
-        taken = measure_within(model, modules, modes, options.rounds)
-        of_modes = {mode: reports.summary(ratios) for mode, ratios in taken.items()}
-        machine = reports.machine(load_before)
-        report = {**head, "machine": machine, "within": of_modes, "rounds": taken}
-        for mode, each in of_modes.items():
-            interval = "{:.4f} to {:.4f}".format(*each["interval"])
-            print(f"{mode:<36} {each['median']:.4f} ({interval}), {TARGETS[mode]}")
-        reports.write(report, options.out)
-        return 0 if all(of_modes[m]["median"] <= TARGETS[m] for m in of_modes) else 1
-    starts: list[dict[str, list[float]]] = []
-    for first in ("off", "on"):
-        made = {}
-        for name in ("off", "on") if first == "off" else ("on", "off"):
-            made[name] = Engine(model, modules if name == "on" else None)
-        found: dict[str, list[float]] = {mode: [] for mode in modes}
+    taken: dict[str, list[float]] = {mode: [] for mode in modes}
+    with Engine(model, modules) as engine:
+        within(engine, "idle")  # Warms up.
         for number in range(options.rounds):
-            for mode, ratios in found.items():
-                ratios.append(compare(made["off"], made["on"], mode))
-            print(f"{first} first, {number + 1}: {found}", flush=True)
-        starts.append(found)
-        for engine in made.values():
-            engine.close()
-    costs = {
-        mode: statistics.geometric_mean([statistics.median(s[mode]) for s in starts])
-        for mode in modes
-    }
-    report = {
-        **head,
-        "machine": reports.machine(load_before),
-        "starts": {"off first": starts[0], "on first": starts[1]},
-        "cost": costs,
-    }
-    for mode, cost in costs.items():
-        print(f"{mode:<36} {cost:.4f}, target {TARGETS[mode]}")
+            for mode, ratios in taken.items():
+                ratios.append(within(engine, mode))
+                print(f"{number + 1}, {mode}: {ratios[-1]:.4f}", flush=True)
+    of_modes = {mode: reports.summary(ratios) for mode, ratios in taken.items()}
+    head["machine"] = reports.machine(load_before)
+    report = {**head, "within": of_modes, "rounds": taken}
+    for mode, each in of_modes.items():
+        interval = "{:.4f} to {:.4f}".format(*each["interval"])
+        print(f"{mode:<36} {each['median']:.4f} ({interval}), {TARGETS[mode]}")
     reports.write(report, options.out)
-    return 0 if all(costs[mode] <= TARGETS[mode] for mode in modes) else 1
+    return 0 if all(of_modes[m]["median"] <= TARGETS[m] for m in of_modes) else 1
 
 
 if __name__ == "__main__":

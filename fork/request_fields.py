@@ -13,6 +13,8 @@ waits."""
 capture_stream: bool = False
 """Whether outputs before the last carry captured rows of their tokens. Applies to
 streamed outputs, and to consumers that return rows with them."""
+capture_cache: bool = True
+"""Whether the activation store may answer for rows of the prompt and keep them."""
 readouts: dict[str, Any] | None = None
 """Readouts, computed from rows on the device: name -> readout."""
 stop_when: list[dict[str, Any]] | None = None

@@ -383,7 +383,7 @@ def observe(order: Order) -> dict[str, Any]:
         max_patch_slots=4,
         enable_expert_parallel=order.experts,
         **options,
-        enable_prefix_caching=False,
+        activation_store_gb=0.01,
         gpu_memory_utilization=0.2,
         distributed_executor_backend="uni"
         if order.tensor * order.pipeline == 1
@@ -404,6 +404,7 @@ def observe(order: Order) -> dict[str, Any]:
         "registered": _registered(engine, prompts[1], options),
         "staging": engine.llm.llm_engine.capture.describe()["staging"],
         "stored": _stored(engine, prompts[1]),
+        "again": _requests(engine, [*prompts, prompts[1] * 2], [{}] * 4),
         "read": _read(engine, prompts[1], READOUTS),
         "ended": _ended(engine, prompts[1]),
         "around": _around(engine, prompts),
@@ -440,6 +441,7 @@ def _requests(engine: Any, prompts: Any, fields: Any) -> list[dict[str, Any]]:
                 "rows": engine.rows(output),
                 "sidecars": engine.sidecars(output),
                 "statuses": {k: r.status for k, r in output.capture_results.items()},
+                "cached": output.capture_results["keeper"].cached_rows,
             }
         )
     return found

@@ -149,23 +149,33 @@ def test_rows_are_those_of_the_library(bench: Workbench, name: str, split: str) 
 
 
 @pytest.mark.parametrize("split", PARTS)
-@pytest.mark.parametrize("kind", ["plain", "steered", "gated", "operated", "under all"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "steered", "gated", "operated", "under all", "again"]
+)
 def test_a_split_model_gives_what_one_process_gives(
     bench: Workbench, name: str, split: str, kind: str
 ) -> None:
     whole, parts = bench.found(name, "one")[kind], bench.found(name, split)[kind]
     sizes = {"plain": PROMPT_LENGTHS, "steered": STEERED, "gated": gated()}
-    sizes |= {"operated": operated(), "under all": range(2)}
+    sizes |= {"operated": operated(), "under all": range(2), "again": range(4)}
     assert len(whole) == len(parts) == len(sizes[kind])
     equal(whole, parts)
     if kind == "steered" and split in FACTS and os.environ.get("PARITY_RECORD"):
         record(ARCHITECTURES[name].name, split)
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_rows_of_cached_blocks_come_from_the_activation_store(
+    bench: Workbench, name: str, split: str
+) -> None:
+    found = bench.found(name, split)["again"]
+    assert [one["cached"] // len(TAPS) for one in found] == [0, 32, 0, 32]
+
+
 def equal(whole: list[Found], parts: list[Found]) -> None:
     """Compare requests of a split model with those of one process."""
     for one, other in zip(whole, parts, strict=True):
-        assert one["tokens"] == other["tokens"]
+        assert one["tokens"] == other["tokens"] and one["cached"] == other["cached"]
         assert other["statuses"] == {"keeper": "ok"}
         assert relative_error(logits(other), logits(one)) < 1e-4
         assert one["rows"].keys() == other["rows"].keys() == TAPS

@@ -109,6 +109,18 @@ def _first_value(text: str) -> tuple[Any, str]:
     return written.strip(), rest
 
 
+def prepare_folder(folder: Path) -> None:
+    """Create a folder for files of rows, and test that it is writable.
+
+    Raises:
+        OSError: it is not.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(b"\0")
+
+
 def _host_share() -> int:
     from vllm.v1.residual.machine import HOST_SHARE, memory_bytes
 
@@ -162,6 +174,12 @@ class CaptureConfig:
     """Directory for `spill`; if empty, one in the system's temporary directory."""
     spill_max_bytes: int = Field(default=8192 * MIB, gt=0)
     """Maximum bytes that a worker may spill; beyond that, `spill` acts as `block`."""
+    store_bytes: int = Field(default=0, ge=0)
+    """Host memory, in bytes, of an engine's activation store; 0 for none."""
+    store_path: str = ""
+    """Folder for the rows of the activation store that leave its memory."""
+    store_disk_bytes: int = Field(default=0, ge=0)
+    """Maximum bytes of rows in it."""
     step_consumers: list[ConsumerConfig] = Field(default_factory=list)
     """Consumers that run within each step, on the engine's thread."""
     takes_actions: bool = False
@@ -205,17 +223,6 @@ class CaptureConfig:
         """The directory for the policy `spill`; by default one of the user's own."""
         default = Path(gettempdir()) / f"vllm-capture-spill-{os.getuid()}"
         return Path(self.spill_dir or default)
-
-    def prepare_spill_folder(self) -> None:
-        """Create the directory for `spill` and test that it is writable.
-
-        Raises:
-            OSError: it is not.
-
-        """
-        self.spill_folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=self.spill_folder, buffering=0) as file:
-            file.write(b"\0")
 
     def rows_per_step(self, row_bytes: int) -> int:
         """The number of rows, of `row_bytes` bytes each, that a step may capture.

@@ -168,3 +168,48 @@ def test_a_key_that_is_no_layer_and_hook_is_refused(key: str) -> None:
 def test_a_key_of_a_layer_that_the_model_lacks_is_refused(key: str) -> None:
     with pytest.raises(CaptureValidationError, match="layers are 0 to 15"):
         configured("--capture-graphsafe-key", key)
+
+
+def test_options_of_the_activation_store_reach_the_configuration(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "new"
+    config = configured(
+        *("--activation-store-gb", "1.5", "--activation-store-path", str(folder)),
+        *("--activation-store-disk-gb", "20"),
+    )
+    assert (config.store_bytes, config.store_disk_bytes) == (
+        1_500_000_000,
+        20_000_000_000,
+    )
+    assert config.store_path == str(folder) and not list(folder.iterdir())
+    assert configured().store_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"gb": 0}, "--activation-store-gb 0: it must be a number above 0"),
+        ({"gb": "2GB"}, "--activation-store-gb '2GB': it must be a number"),
+        ({"gb": float("nan")}, "--activation-store-gb nan"),
+        ({"path": "/x", "disk_gb": 1}, "--activation-store-path '/x': it needs"),
+        ({"gb": 1, "path": "/x"}, "it needs --activation-store-disk-gb"),
+        ({"gb": 1, "disk_gb": 2}, "it needs --activation-store-path"),
+        ({"gb": 1, "disk_gb": -2, "path": "/x"}, "--activation-store-disk-gb -2"),
+        ({"gb": 1, "path": "/dev/null/x", "disk_gb": 1}, "cannot be written to"),
+    ],
+)
+def test_an_activation_store_that_cannot_be_is_refused(
+    options: dict[str, Any], named: str
+) -> None:
+    given = {f"activation_store_{name}": value for name, value in options.items()}
+    with pytest.raises(CaptureValidationError) as refused:
+        configured(**given)
+    assert named in str(refused.value) and refused.value.parameter in given
+
+
+def test_an_activation_store_needs_the_prefix_cache_and_a_consumer() -> None:
+    with pytest.raises(CaptureValidationError, match="--no-enable-prefix-caching"):
+        configured("--activation-store-gb", "1", "--no-enable-prefix-caching")
+    with pytest.raises(CaptureValidationError, match="needs a consumer"):
+        configured("--activation-store-gb", "1", capture_consumers=[])

@@ -4,11 +4,18 @@
 import os
 from collections.abc import Collection, Mapping
 from itertools import count
+from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import vllm.envs as envs
-from vllm.config.capture import CaptureConfig, ConsumerConfig, parse_consumer
+from vllm.config.capture import (
+    CaptureConfig,
+    ConsumerConfig,
+    parse_consumer,
+    prepare_folder,
+)
 from vllm.config.capture_consumers import expand_graphsafe_keys
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -133,6 +140,7 @@ def capture_config(
         )
     chosen = {name: getattr(args, f"capture_{name}") for name in _OPTIONS}
     chosen["staging_bytes"] = staging
+    chosen |= _store_options(args)
     config = CaptureConfig(
         consumers=entries,
         step_consumers=steps,
@@ -159,7 +167,68 @@ def capture_config(
         check_params(consumer)
     _check_graphsafe_keys(config.graphsafe_keys, model_config)
     _check_spill(config, chosen)
+    _check_store(config)
     return config
+
+
+def _store_options(args: "EngineArgs") -> dict[str, Any]:
+    """The fields of the activation store.
+
+    Raises:
+        CaptureValidationError: an option is invalid, or lacks another.
+
+    """
+    names = ("activation_store_gb", "activation_store_path", "activation_store_disk_gb")
+    memory, folder, disk = (getattr(args, name) for name in names)
+
+    def refused(name: str, why: str) -> CaptureValidationError:
+        value = getattr(args, name)
+        option = f"--{name.replace('_', '-')}"
+        message = f"{option} {value!r}: {why}"
+        return CaptureValidationError(message, parameter=name, value=value)
+
+    for name, size in ((names[0], memory), (names[2], disk)):
+        is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
+        if size is not None and not (is_number and 0 < size < inf):
+            raise refused(name, "it must be a number above 0")
+    if memory is None and (folder is not None or disk is not None):
+        name = names[1] if folder is not None else names[2]
+        raise refused(name, "it needs --activation-store-gb, the memory in front of it")
+    if (folder is None) != (disk is None):
+        name, other = (names[1:], names[:0:-1])[folder is None]
+        raise refused(name, f"it needs --{other.replace('_', '-')}")
+    if memory is not None and args.enable_prefix_caching is False:
+        raise refused(
+            names[0],
+            "stored rows belong to blocks of the prefix cache, which is off; leave out "
+            "--no-enable-prefix-caching, or this",
+        )
+    return {
+        "store_bytes": int((memory or 0) * 1e9),
+        "store_path": folder or "",
+        "store_disk_bytes": int((disk or 0) * 1e9),
+    }
+
+
+def _check_store(config: CaptureConfig) -> None:
+    """Refuse a store that nothing fills, or whose folder cannot be written to."""
+    if config.store_bytes and not (config.consumers or config.driver_instances):
+        raise CaptureValidationError(
+            "--activation-store-gb needs a consumer of rows; add --capture-consumers "
+            "NAME",
+            parameter="activation_store_gb",
+            value=config.store_bytes / 1e9,
+        )
+    if config.store_path:
+        try:
+            prepare_folder(Path(config.store_path))
+        except OSError as error:
+            raise CaptureValidationError(
+                f"--activation-store-path {config.store_path!r} cannot be written to: "
+                f"{error}. Name a folder that can",
+                parameter="activation_store_path",
+                value=config.store_path,
+            ) from error
 
 
 def _optional_points(args: "EngineArgs") -> list[str]:
@@ -279,7 +348,7 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
         return
     if config.overload_policy == "spill":
         try:
-            config.prepare_spill_folder()
+            prepare_folder(config.spill_folder)
         except OSError as error:
             raise CaptureValidationError(
                 f"--capture-spill-dir {str(config.spill_folder)!r} cannot be written "

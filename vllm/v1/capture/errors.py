@@ -68,7 +68,7 @@ def check_flags(params: "SamplingParams") -> None:
         CaptureValidationError: names the parameter, the value and the remedy.
 
     """
-    for name in ("capture_wait", "capture_stream"):
+    for name in ("capture_wait", "capture_stream", "capture_cache"):
         value = getattr(params, name)
         if not isinstance(value, bool):
             raise fail(f"{name} must be true or false", name, value)

@@ -22,6 +22,9 @@ from vllm.v1.residual.tap import Tap
 MOST_SHOWN = 4
 """Taps in the text of an object."""
 
+COUNTED = ("kept", "cached_rows")
+"""The fields of a result that are counts of rows, or None."""
+
 TENSOR = "\0tensor"
 ARRAY = "\0array"
 ROWS = "\0rows"
@@ -247,8 +250,10 @@ def merge_samples(
     """Merge the results of samples; the payload is a dict by sample index."""
     merged = merge(request_id, list(samples.values()))
     merged.payload = {index: result.payload for index, result in samples.items()}
-    kept = [result.kept for result in samples.values() if result.kept is not None]
-    merged.kept = sum(kept) if kept else None
+    for name in COUNTED:
+        counts = [getattr(result, name) for result in samples.values()]
+        known = [count for count in counts if count is not None]
+        setattr(merged, name, sum(known) if known else None)
     return merged
 
 

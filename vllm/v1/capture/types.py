@@ -70,6 +70,8 @@ class CaptureResult:
     payload: Any = None
     kept: int | None = None
     """With `keep_when`, the number of rows that were kept, over all hook points."""
+    cached_rows: int | None = None
+    """With an activation store, the number of rows from it, over all hook points."""
 
     def _repr_html_(self) -> str | None:
         """For notebooks, if its payload has such a form."""

@@ -123,7 +123,7 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
         )
 
     def kept_rows(self, instance: str, kept: Spans, stop: int) -> int:
-        """The rows below `stop`, over all taps, at which an instance keeps them."""
+        """The rows of an instance below `stop`, over all taps, at some positions."""
         return sum(
             len(group.taps) * (last - first)
             for group in self.groups

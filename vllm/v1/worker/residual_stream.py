@@ -230,10 +230,11 @@ class OpenResidualStream(ResidualStream):
                     params.max_tokens,
                     0 if lora is None else lora.lora_int_id,
                 )
-        if scheduler_output.capture_reforwarded:
-            self._capture.note_reforwarded(scheduler_output.capture_reforwarded)
-        if scheduler_output.capture_ends:
-            self.end_captures(scheduler_output.capture_ends)
+        if (step := scheduler_output.capture) is not None:
+            self._capture.note_reforwarded(step.reforwarded)
+            self._capture.store(step.stored)
+            if step.ends:
+                self.end_captures(step.ends)
 
     def plan_step(self, view: Callable[[], StepView]) -> None:
         """Determine which rows the step captures, and what steers each row."""

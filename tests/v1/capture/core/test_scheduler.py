@@ -123,10 +123,10 @@ def test_cached_blocks_end_where_captured_rows_begin(
 def test_ends_travel_once() -> None:
     scheduling = CaptureScheduling(1, 1)
     end = CaptureEnd("r", "", [], 0, "stop", [])
-    assert scheduling.take_ends() is None
+    assert scheduling.take_ends() == []
     scheduling.add_ends([end])
     assert scheduling.take_ends() == [end]
-    assert scheduling.take_ends() is None
+    assert scheduling.take_ends() == []
 
 
 @given(plans, st.integers(0, PROMPT), st.integers(0, PROMPT))

@@ -27,6 +27,7 @@ FIELDS = (
     "capture",
     "capture_wait",
     "capture_stream",
+    "capture_cache",
     "readouts",
     "stop_when",
     *steering_admission.request_fields(),

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capture in the scheduler: limits the rows of a step, carries the ends of requests."""
+"""Capture in the scheduler: rows of a step, ends of requests, stored rows."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.capture.core.row_store import RowStore, may_store
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan
+from vllm.v1.residual.capture_step import CaptureStep
 from vllm.v1.residual.sizes import row_bytes
+from vllm.v1.residual.tap import Tap, shape_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
+
+
+_STORE = "row_store"
+"""Attribute of a request whose rows may come from the activation store."""
 
 
 def plan_of(request: "Request") -> CapturePlan | None:
@@ -36,8 +43,11 @@ def cacheable_tokens(request: "Request", num_tokens: int) -> int:
     """How many of a request's first `num_tokens` tokens may come from the prefix cache.
 
     Cached tokens are not computed, so they cannot be captured: reuse ends at the lowest
-    captured prompt position.
+    captured prompt position whose row is not stored.
     """
+    store: RowStore | None = vars(request).get(_STORE)
+    if store is not None:
+        return store.reusable(request, num_tokens)
     plan = plan_of(request)
     first = plan.first_prompt_row if plan is not None else None
     return num_tokens if first is None else min(num_tokens, first)
@@ -60,11 +70,10 @@ def loadable_tokens(request: "Request", local: int, external: int) -> int:
     They follow `local` tokens of the engine's own cache. A connector has planned to
     load all that it offered, so a part of it is not possible.
     """
-    return (
-        external
-        if cacheable_tokens(request, local + external) >= (local + external)
-        else 0
-    )
+    tokens = local + external
+    plan = plan_of(request)
+    first = plan.first_prompt_row if plan is not None else None
+    return external if first is None or first >= tokens else 0
 
 
 class CaptureScheduling:
@@ -79,14 +88,18 @@ class CaptureScheduling:
         self,
         rows_per_step: int,
         tokens_per_step: int,
+        store: RowStore | None = None,
     ) -> None:
         """Start without requests.
 
         Args:
             rows_per_step: how many rows a step may stage.
             tokens_per_step: how many tokens a step computes at most.
+            store: the activation store, if there is one.
 
         """
+        self.store = store
+        """The activation store, if there is one."""
         self.counts = False
         """Whether a step could exceed the limit, so that rows must be counted."""
         self._most_taps = rows_per_step // tokens_per_step
@@ -117,12 +130,17 @@ class CaptureScheduling:
                 self.counts = True
             if plan.lanes:
                 self._awaited.add(request.request_id)
+            if self.store is not None and may_store(request, plan):
+                self.store.add_request(request, plan)
+                vars(request)[_STORE] = self.store
 
     def free(self, request: "Request") -> None:
         """Remove a request that has finished in this engine; its end may follow."""
         self._plans.pop(request.request_id, None)
         self._large.discard(request.request_id)
         self.counts = bool(self._large)
+        if self.store is not None:
+            self.store.free(request.request_id)
 
     def ended(self, request_id: str) -> bool:
         """Whether a request whose end has come was captured by this engine.
@@ -138,6 +156,8 @@ class CaptureScheduling:
         """Reset the counts, before a step is scheduled."""
         self._rows = self._at_most = 0
         self._uncounted.clear()
+        if self.store is not None:
+            self.store.new_step()
 
     def limit(self, request: "Request", computed: int, num_tokens: int) -> int:
         """How many of `num_tokens` tokens, from position `computed` on, fit this step.
@@ -168,8 +188,10 @@ class CaptureScheduling:
             self._at_most += num_tokens * taps
             self._uncounted.append((plan, computed, num_tokens))
 
-    def begins(self, request: "Request") -> None:
-        """Count the recomputed tokens of a request that starts to run."""
+    def begin(self, request: "Request", computed: int) -> None:
+        """Begin a request of which `computed` tokens are cached."""
+        if _STORE in vars(request):
+            vars(request)[_STORE].begin(request, computed)
         # Set by `note_forgone`, perhaps some steps ago.
         self._reforwarded += vars(request).pop("capture_forgone", 0)
 
@@ -185,15 +207,17 @@ class CaptureScheduling:
         """Add ends to send with the next scheduler output."""
         self._ends.extend(ends)
 
-    def take_reforwarded(self) -> int:
-        """Return and reset the number of cached tokens that are recomputed."""
+    def take_step(self) -> CaptureStep | None:
+        """Return and clear what the next step carries; None if that is nothing."""
         tokens, self._reforwarded = self._reforwarded, 0
-        return tokens
+        changes = [] if self.store is None else self.store.take_changes()
+        step = CaptureStep(self.take_ends(), tokens, changes)
+        return step if any(step) else None
 
-    def take_ends(self) -> list[CaptureEnd] | None:
-        """Return and clear the ends to send with this step; None if there are none."""
+    def take_ends(self) -> list[CaptureEnd]:
+        """Return and clear the ends to send with this step."""
         ends, self._ends = self._ends, []
-        return ends or None
+        return ends
 
 
 def _fitting(plan: CapturePlan, computed: int, num_tokens: int, rows: int) -> int:
@@ -210,10 +234,18 @@ def _fitting(plan: CapturePlan, computed: int, num_tokens: int, rows: int) -> in
     return low
 
 
-def capture_scheduling(vllm_config: "VllmConfig") -> CaptureScheduling:
-    """Create the `CaptureScheduling` of an engine core."""
+def capture_scheduling(vllm_config: "VllmConfig", block_size: int) -> CaptureScheduling:
+    """Create the `CaptureScheduling` of an engine core, whose blocks have this size."""
     config, size = vllm_config.capture_config, row_bytes(vllm_config.model_config)
+    hidden_size = vllm_config.model_config.get_hidden_size()
+
+    def tap_bytes(tap: Tap) -> int:
+        shape = shape_of(config.point_shapes, tap, hidden_size)
+        return shape.width * size // hidden_size
+
+    limits = config.store_bytes, config.store_disk_bytes
     return CaptureScheduling(
         config.rows_per_step(size),
         vllm_config.scheduler_config.max_num_batched_tokens,
+        RowStore(block_size, tap_bytes, *limits) if config.store_bytes else None,
     )

@@ -20,6 +20,7 @@ from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.held_rows import HeldRows, Settled
 from vllm.v1.capture.dispatch.request import Answer, CapturedRequest, never_started
+from vllm.v1.capture.dispatch.row_store import RowStore, StoredBlock
 from vllm.v1.capture.dispatch.step_buffer import (
     ByGroup,
     Found,
@@ -30,6 +31,7 @@ from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.memory.buffer_pool import RowCopy, copy_rows
 from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.residual.capture_plan import CaptureEnd
+from vllm.v1.residual.capture_step import KeepRows, LoadRows, MoveRows, StoreChange
 
 logger = init_logger(__name__)
 
@@ -88,6 +90,7 @@ class Dispatcher:
         staging: Staging,
         lanes: Mapping[str, SinkLane],
         packet_bytes: int = PACKET_BYTES,
+        store: RowStore | None = None,
     ) -> None:
         """Start the dispatch thread.
 
@@ -96,10 +99,11 @@ class Dispatcher:
             lanes: the lane of each consumer instance.
             packet_bytes: no further request is added to a packet of at least this
                 size.
+            store: the rows of the activation store, if there is one.
 
         """
         self._staging = staging
-        self._thread = DispatchThread(staging, lanes, packet_bytes)
+        self._thread = DispatchThread(staging, lanes, packet_bytes, store)
         self._unsent: list[StagedStep] = []
         """Steps whose rows are not being copied yet."""
         self._unsent_rows = 0
@@ -124,6 +128,11 @@ class Dispatcher:
     def open(self, request: CapturedRequest) -> None:
         """Add a request whose rows will follow; its id must be new."""
         self._thread.requests[request.req_id] = request
+
+    def change_store(self, changes: Sequence[StoreChange], step: int) -> None:
+        """Change what the activation store has, before a step begins."""
+        self.send()  # Rows of steps before may be loaded.
+        self._put(partial(self._thread.change_store, changes, step))
 
     def reserve(self, num_rows: int) -> Segment:
         """Reserve staging rows for a step that begins; blocks until there is room."""
@@ -269,10 +278,16 @@ class DispatchThread:
     """
 
     def __init__(
-        self, staging: Staging, lanes: Mapping[str, SinkLane], packet_bytes: int
+        self,
+        staging: Staging,
+        lanes: Mapping[str, SinkLane],
+        packet_bytes: int,
+        store: RowStore | None,
     ) -> None:
         """Start the thread; see `Dispatcher`."""
         self._packet_bytes = packet_bytes
+        self._store = store
+        self._width = staging.host_rows.shape[1]
         self.requests: dict[str, CapturedRequest] = {}
         """By id."""
         self._lanes = lanes
@@ -302,11 +317,18 @@ class DispatchThread:
             )
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._next()) is not None:
             sent, work = item
             for arrival in sent:
                 self._try(partial(self._arrive, *arrival))
             self._try(work)
+
+    def _next(self) -> tuple[Sequence[Arrival], Work] | None:
+        """Wait for work, and copy to the activation store meanwhile."""
+        store = self._store
+        while store is not None and store.has_to_copy and self._queue.empty():
+            self._try(store.copy_some)
+        return self._queue.get()
 
     def _try(self, work: Work) -> None:
         try:
@@ -370,6 +392,58 @@ class DispatchThread:
                 for instance, batch in request.add(group, rows).items():
                     chunks.setdefault(instance, []).extend(batch)
         self._submit(chunks)
+        if self._store is not None:
+            copies.clear()
+            for request, parts in taken:
+                for group, rows in parts:
+                    request.store(group, rows, copies)
+            self._store.copy_later(copies)
+
+    def change_store(self, changes: Sequence[StoreChange], step: int) -> None:
+        """Change what the activation store has; `step` is the one that begins."""
+        for change in changes:
+            self._try(partial(self._change_store, change, step))
+
+    def _change_store(self, change: StoreChange, step: int) -> None:
+        store, width = self._store, self._width
+        assert store is not None, "there is no activation store"
+        match change:
+            case KeepRows():
+                self.requests[change.request_id].keep(change, store, width)
+            case LoadRows():
+                self._load(change, store, step)
+            case MoveRows():
+                self._move(change, store)
+
+    def _load(self, asked: LoadRows, store: RowStore, step: int) -> None:
+        """Give a request that begins its rows of cached blocks."""
+        found = self._whole([number for *_, number in asked.places], store)
+        # What it had computed before a preemption comes first.
+        self.hand_on([asked.request_id])
+        request = self.requests[asked.request_id]
+        chunks: dict[str, list[GroupChunk]] = {}
+        for group, rows in request.load(asked, found, self._width):
+            for instance, batch in request.add(group, rows._replace(step=step)).items():
+                chunks.setdefault(instance, []).extend(batch)
+        self._submit(chunks)
+
+    def _whole(
+        self, numbers: Sequence[int], store: RowStore
+    ) -> Mapping[int, StoredBlock]:
+        """Those of some blocks that have all their rows, which may still wait."""
+        found = store.whole(numbers)
+        if len(found) < len(numbers):
+            self.hand_on()
+            found = store.whole(numbers)
+        return found
+
+    def _move(self, change: MoveRows, store: RowStore) -> None:
+        found = self._whole(change.numbers, store) if change.to == "disk" else ()
+        for number in change.numbers:
+            if number in found:
+                store.to_disk(number)
+            else:
+                store.drop(number)
 
     def _submit(self, chunks: Mapping[str, Sequence[GroupChunk]]) -> None:
         for instance, batch in chunks.items():

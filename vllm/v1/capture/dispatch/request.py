@@ -12,18 +12,22 @@ from typing import Any, TypeAlias
 
 import torch
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.row_buffer import (
+    GATHERED,
     Piece,
     RowBuffer,
     RowLedger,
     Rows,
     joined,
 )
+from vllm.v1.capture.dispatch.row_store import RowStore, StoredBlock
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
-from vllm.v1.capture.memory.buffer_pool import RowCopy
+from vllm.v1.capture.memory.buffer_pool import RowCopy, copy_rows
 from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, Reader
+from vllm.v1.residual.capture_step import KeepRows, LoadRows
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import Readout, ReadoutReader, ReadoutRows
 from vllm.v1.residual.row_blocks import LocalGroup
@@ -146,6 +150,10 @@ class CapturedRequest:
         self._most = (
             plan.num_prompt_tokens + max_tokens if max_tokens is not None else OPEN_END
         )
+        self._dtype = dtype
+        self._stored: dict[tuple[int, int], StoredBlock] = {}
+        """By group and block: what is stored of the rows that will arrive."""
+        self._block_size = 1
         self._ledgers = [RowLedger() for _ in groups]
         self._gathered = [
             RowBuffer(
@@ -181,6 +189,96 @@ class CapturedRequest:
             for group, found in pieces.items()
             for rows in self._gathered[group].gather(found, self._most, copies)
         ]
+
+    def keep(self, asked: KeepRows, store: RowStore, width: int) -> None:
+        """Have rows of the prompt stored as they arrive.
+
+        Args:
+            asked: says which; of the taps of other stages nothing is stored.
+            store: gets the blocks.
+            width: numbers per row of the stream.
+
+        """
+        size = self._block_size = asked.size
+        for index, group, number in asked.places:
+            local = self._local(group)
+            if local is not None:
+                own = self._groups[local]
+                shape = len(own.taps), size, own.width or width
+                block = store.add(number, own.taps, shape, self._dtype)
+                self._stored[local, index] = block
+
+    def store(self, group: int, rows: Rows, copies: list[RowCopy]) -> None:
+        """Add rows of a group to the blocks that are stored.
+
+        Only rows of the prompt are, which the request's end does not make invalid.
+        """
+        size = self._block_size
+        if not self._stored:
+            return
+        for index in range(rows.start // size, cdiv(rows.stop, size)):
+            block = self._stored.get((group, index))
+            part = rows.between(index * size, (index + 1) * size)
+            if block is not None and part is not None:
+                block.put(part.start - index * size, part.tensor, copies)
+                if block.is_whole:
+                    del self._stored[group, index]
+
+    def _local(self, group: int) -> int | None:
+        """The index here of a group of the plan; None if other stages have its taps."""
+        taps = set(self._plan.groups[group].taps)
+        found = (n for n, own in enumerate(self._groups) if own.taps[0] in taps)
+        return next(found, None)
+
+    def load(
+        self, asked: LoadRows, found: Mapping[int, StoredBlock], width: int
+    ) -> list[tuple[int, Rows]]:
+        """Read stored rows.
+
+        Args:
+            asked: says which.
+            found: the blocks, by number.
+            width: numbers per row of the stream.
+
+        Returns:
+            Groups and rows without step, to pass to `add`. Those of a group of which a
+            block is missing are left out, which the result says.
+
+        Raises:
+            OSError: rows on disk cannot be read.
+
+        """
+        size = asked.size
+        blocks: dict[tuple[int, int], StoredBlock] = {}
+        for index, group, number in asked.places:
+            local = self._local(group)
+            if local is not None and number in found:
+                blocks[local, index] = found[number]
+        loaded: list[tuple[int, Rows]] = []
+        copies: list[RowCopy] = []
+        for number, own in enumerate(self._groups):
+            for start, stop in overlap(own.ranges, asked.start, asked.stop):
+                indices = range(start // size, cdiv(stop, size))
+                if not own.readers or any((number, i) not in blocks for i in indices):
+                    continue
+                memory, place = self._gathered[number].room_for(
+                    stop - start,
+                    max(stop - start, self._expected(own.ranges, start)),
+                    own.width or width,
+                )
+                for index in indices:
+                    first, last = index * size, (index + 1) * size
+                    part = range(max(start, first), min(stop, last))
+                    at = place + part.start - start
+                    blocks[number, index].copy_to(memory, at, own.taps, part, copies)
+                loaded.append((number, Rows(start, stop - start, memory, place, -1)))
+        copy_rows(copies)
+        return loaded
+
+    def _expected(self, ranges: Spans, start: int) -> int:
+        """How many rows are expected from `start` on that share memory."""
+        end = min(self._plan.num_prompt_tokens + GATHERED, self._most)
+        return sum([last - first for first, last in overlap(ranges, start, end)])
 
     def add(self, group: int, rows: Rows) -> dict[str, list[GroupChunk]]:
         """Add rows of a group; returns the rows to submit now, by instance."""

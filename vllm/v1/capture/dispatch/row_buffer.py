@@ -212,7 +212,8 @@ class RowBuffer:
             first, last = stretch[0], stretch[-1]
             num_rows = sum([piece.num_rows for piece in stretch])
             if first.page is None:
-                memory, place = self._room_for(num_rows, end - first.start, first.width)
+                most = max(num_rows, min(end - first.start, GATHERED))
+                memory, place = self.room_for(num_rows, most, first.width)
                 at = place
                 for piece in stretch:
                     copies.append(piece.copy_to(memory, at))
@@ -226,16 +227,16 @@ class RowBuffer:
                     before = stretch[-2].step
             yield Rows(first.start, num_rows, memory, place, last.step, before)
 
-    def _room_for(
+    def room_for(
         self, num_rows: int, most: int, width: int
     ) -> tuple[torch.Tensor, int]:
-        """Memory with room, and the index of the first free row in it."""
+        """Memory with room, and the index of the first free row in it.
+
+        New memory has room for `most` rows, those that will follow among them.
+        """
         memory, place = self._memory, self._used
         if memory is None or not self._together or place + num_rows > memory.shape[1]:
-            capacity = (
-                max(num_rows, min(most, GATHERED)) if self._together else num_rows
-            )
-            shape = self._num_taps, capacity, width
+            shape = self._num_taps, most if self._together else num_rows, width
             memory, place = ROWS.empty(shape, self._dtype), 0
         self._memory, self._used = memory, place + num_rows
         return memory, place

@@ -244,6 +244,8 @@ class Admission:
                 "dispatch_queue_bytes": config.dispatch_queue_bytes,
                 "overload_policy": config.overload_policy,
                 "spill_max_bytes": config.spill_max_bytes,
+                "activation_store_bytes": config.store_bytes,
+                "activation_store_disk_bytes": config.store_disk_bytes,
                 "max_inflight_bytes": {
                     name: can.max_inflight_bytes
                     for name, can in self.capabilities.items()

@@ -47,7 +47,7 @@ class Ends(ABC):
         collector = state.residual.readouts
         kept = {} if collector is None else collector.kept(len(token_ids))
         stop = state.prompt_len + max(len(token_ids) - 1, 0)
-        sample.note_kept(kept, stop)
+        sample.note_rows(kept, stop, state.num_cached_tokens)
         self._noted.append(
             CaptureEnd(
                 request_id=state.request_id,

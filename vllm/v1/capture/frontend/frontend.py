@@ -186,6 +186,7 @@ class CaptureFrontend(NoCapture):
         self._address = self._drivers.address
         self._ends = ends(self._address)
         self._status = CaptureStatus(self._drivers.counters)
+        self._stores = vllm_config.capture_config.store_bytes > 0
 
     def admit(
         self,
@@ -243,7 +244,8 @@ class CaptureFrontend(NoCapture):
             )
             capabilities = self._admission.capabilities
             tracked.client_id = state.external_req_id
-            tracked.samples[state.request_index].plan = plan if plan.keeping else None
+            sample = tracked.samples[state.request_index]
+            sample.plan, sample.counts_cached = plan, self._stores
             tracked.waits = any(capabilities[name].waits for name in named)
             self._requests.hold(parent, sizes)
             tracked.idle = tuple(sorted(named - set(plan.instances)))
@@ -269,8 +271,7 @@ class CaptureFrontend(NoCapture):
         sample = self._requests.end(state.request_id, finish_reason == "abort")
         if sample is not None and sample.instances:
             self._ends.note(state, sample, finish_reason)
-            for name, rows in sample.kept.items():
-                self._status.kept(name, rows)
+            self._status.note_rows(sample.kept, sample.cached)
 
     def refused(self, output: "RequestOutput") -> None:
         """Fail the results of a request that the engine core refused."""

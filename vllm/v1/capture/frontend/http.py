@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from pydantic import BaseModel, model_serializer
 
-from vllm.v1.capture.results import RowsByTap, is_by_tap, merge_samples, sendable
+from vllm.v1.capture.results import (
+    COUNTED,
+    RowsByTap,
+    is_by_tap,
+    merge_samples,
+    sendable,
+)
 from vllm.v1.capture.transport.parts import Part, described, parts_of_payload
 from vllm.v1.capture.types import CaptureResult
 
@@ -110,7 +116,11 @@ def as_json(
             "status": result.status,
             "error": None if result.error is None else sendable(result.error),
             "payload": _plain(result.payload, name, show),
-            **({} if result.kept is None else {"kept": result.kept}),
+            **{
+                field: rows
+                for field in COUNTED
+                if (rows := getattr(result, field)) is not None
+            },
         }
         for name, result in results.items()
     }

@@ -30,14 +30,28 @@ class Sample:
     ended_at: float = 0.0
     """Monotonic time at which the output for its client was complete, in seconds."""
     plan: CapturePlan | None = None
+    counts_cached: bool = False
+    """Whether there is an activation store."""
     kept: dict[str, int] = field(default_factory=dict)
     """The number of rows that were kept, by instance with `keep_when`."""
+    cached: dict[str, int] = field(default_factory=dict)
+    """The number of rows from the activation store, if there is one, by instance."""
 
-    def note_kept(self, kept: Mapping[str, Spans], stop: int) -> None:
-        """Count the kept rows of an ended sample, whose last row is at `stop - 1`."""
+    def note_rows(self, kept: Mapping[str, Spans], stop: int, cached: int) -> None:
+        """Count the rows of an ended sample.
+
+        Args:
+            kept: the positions that are kept, by instance with `keep_when`.
+            stop: the position after the last row.
+            cached: how many tokens the prefix cache had. Of those that are captured,
+                the activation store has had the rows.
+
+        """
         if self.plan is not None:
             for name, spans in kept.items():
                 self.kept[name] = self.plan.kept_rows(name, spans, stop)
+            for name in self.plan.instances if self.counts_cached else ():
+                self.cached[name] = self.plan.kept_rows(name, ((0, cached),), stop)
 
     def complete(self) -> bool:
         """Whether every instance has returned a result for every stage."""
@@ -62,6 +76,7 @@ class Sample:
             else:
                 merged[name] = merge(request_id, [got[s] for s in sorted(got)])
                 merged[name].kept = self.kept.get(name)
+                merged[name].cached_rows = self.cached.get(name)
         return merged
 
 

@@ -67,6 +67,11 @@ class CaptureMetrics:
             "Rows of captures with keep_when that were kept.",
             labels,
         )
+        self._cached = Counter(
+            "vllm:capture_cached_rows",
+            "Rows of captures that the activation store had.",
+            labels,
+        )
         self._reforwarded = Counter(
             "vllm:capture_reforwarded_tokens",
             "Cached prompt tokens that were recomputed for their rows.",
@@ -89,6 +94,7 @@ class CaptureMetrics:
         for instance in instances:
             self._finalize.labels(model, str(engines[0]), instance)
             self._kept.labels(model, str(engines[0]), instance)
+            self._cached.labels(model, str(engines[0]), instance)
 
     def add(self, place: Place, grown: LaneCounters) -> None:
         """Increase the totals by the fields of `grown`."""
@@ -117,6 +123,10 @@ class CaptureMetrics:
     def kept(self, place: Place, rows: int) -> None:
         """Count rows that `keep_when` has kept."""
         self._kept.labels(*self._labels(place)).inc(rows)
+
+    def cached(self, place: Place, rows: int) -> None:
+        """Count rows that the activation store had."""
+        self._cached.labels(*self._labels(place)).inc(rows)
 
     def _labels(self, place: Place) -> tuple[str, str, str]:
         return self._model, str(place[0]), place[1]
@@ -166,10 +176,13 @@ class CaptureStatus:
         if self._metrics is not None:
             self._metrics.finalized((0, instance), seconds)
 
-    def kept(self, instance: str, rows: int) -> None:
-        """Count the rows of a request that `keep_when` has kept."""
+    def note_rows(self, kept: Mapping[str, int], cached: Mapping[str, int]) -> None:
+        """Count a request's rows by instance: kept by `keep_when`, and stored ones."""
         if self._metrics is not None:
-            self._metrics.kept((0, instance), rows)
+            for instance, rows in kept.items():
+                self._metrics.kept((0, instance), rows)
+            for instance, rows in cached.items():
+                self._metrics.cached((0, instance), rows)
 
     def num_workers(self) -> int:
         """The number of workers that have reported."""

@@ -5,12 +5,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 
+from vllm.config.capture import prepare_folder
 from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import CaptureProgress
 from vllm.v1.capture.capabilities import (
@@ -27,6 +29,7 @@ from vllm.v1.capture.dispatch.request import (
     Answer,
     CapturedRequest,
 )
+from vllm.v1.capture.dispatch.row_store import RowStore
 from vllm.v1.capture.dispatch.step_buffer import StagedStep
 from vllm.v1.capture.memory.budget import BUDGET
 from vllm.v1.capture.registry import (
@@ -45,6 +48,7 @@ from vllm.v1.capture.types import CaptureResult, contexts_of
 from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CaptureEnd, CapturePlan
+from vllm.v1.residual.capture_step import StoreChange
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.row_blocks import LocalGroup, local_groups
 from vllm.v1.residual.step_layout import Layout, PlacedStep, StepLayout, num_alternating
@@ -99,7 +103,7 @@ class WorkerCapture:
         shapes: Shapes = NO_SHAPES,
     ) -> None:
         config = self._config = vllm_config.capture_config
-        BUDGET.limit = config.host_memory_bytes
+        BUDGET.limit = config.host_memory_bytes + config.store_bytes
         max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._stage = stage
         self._columns = {tap: column for column, tap in enumerate(taps)}
@@ -189,6 +193,7 @@ class WorkerCapture:
             self._lanes,
             # Packets close to the queue's bound would exceed it.
             min(PACKET_BYTES, config.dispatch_queue_bytes // 8),
+            self._open_store(encoder is not None),
         )
         self._reporter = Reporter(
             vllm_config.parallel_config.data_parallel_index,
@@ -254,7 +259,7 @@ class WorkerCapture:
         sinks[LIVE] = LiveSink(LIVE, self._stage.pipeline_rank, self._outbox)
         spill = None
         if config.overload_policy == "spill":
-            config.prepare_spill_folder()
+            prepare_folder(config.spill_folder)
             spill = SpillStore(config.spill_folder, config.spill_max_bytes)
         return {
             name: SinkLane(
@@ -269,6 +274,24 @@ class WorkerCapture:
             )
             for name, sink in sinks.items()
         }
+
+    def _open_store(self, encodes: bool) -> RowStore | None:
+        """The rows of the activation store, if there is one."""
+        config = self._config
+        if not (config.store_bytes and self._takes_rows):
+            return None
+        if encodes:
+            raise ValueError(
+                f"activation_store_gb={config.store_bytes / 1e9:g}: a consumer encodes "
+                "rows on the device, and encoded rows are not stored; leave one of the "
+                "two out"
+            )
+        return RowStore(Path(config.store_path) if config.store_path else None)
+
+    def store(self, changes: Sequence[StoreChange]) -> None:
+        """Change what the activation store has, before a step with its requests."""
+        if changes and self._takes_rows:
+            self._dispatcher.change_store(changes, self._step + 1)
 
     def add_request(
         self,
@@ -404,6 +427,7 @@ class WorkerCapture:
             failure = self._failures.get(end.request_id)
             self._forget(end.request_id)
             alone = plan is not None and len(plan.lanes) == 1
+            alone = alone and not self._config.store_bytes  # It has the rows as well.
             answer = partial(self._answer, end.reply_to, end.request_id, alone)
             ended.append((replace(end, error=failure), answer))
             if self._staging.requests is not None:

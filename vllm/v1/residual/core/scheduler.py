@@ -144,7 +144,7 @@ class Scheduling(NoScheduling):
     def __init__(self, scheduler: "Scheduler") -> None:
         """Start without requests; `scheduler` is complete but for this object."""
         config, blocks = scheduler.vllm_config, scheduler.kv_cache_config
-        self.capture = capture_scheduling(config)
+        self.capture = capture_scheduling(config, scheduler.hash_block_size)
         self.readouts = ReadoutScheduling()
         self.steering = steering_scheduling(config)
         self.changed_streams = ChangedStreams(
@@ -178,6 +178,8 @@ class Scheduling(NoScheduling):
         return self.capture.limit_alone(request, computed, num_tokens)
 
     def scheduled(self, request: "Request", computed: int, num_tokens: int) -> None:
+        if self.capture.store is not None:
+            self.capture.store.scheduled(request.request_id, computed + num_tokens)
         if self.capture.counts:
             self.capture.scheduled(request, computed, num_tokens)
 
@@ -188,8 +190,8 @@ class Scheduling(NoScheduling):
         return self.steering.admits(request)
 
     def begin(self, request: "Request", computed: int, num_tokens: int) -> None:
+        self.capture.begin(request, computed)
         self.scheduled(request, computed, num_tokens)
-        self.capture.begins(request)
         self.steering.begin(request)
         self.changed_streams.begin(request, self.steering.changes_all)
 
@@ -197,8 +199,7 @@ class Scheduling(NoScheduling):
         take_vectors_off(output.scheduled_new_reqs)
         if not self.changed_streams.clears:
             output.new_block_ids_to_zero = None
-        output.capture_ends = self.capture.take_ends()
-        output.capture_reforwarded = self.capture.take_reforwarded()
+        output.capture = self.capture.take_step()
         output.steering = self.steering.take_step()
         output.checks_streams = self.changed_streams.any_running
 
@@ -267,6 +268,8 @@ class Scheduling(NoScheduling):
         self.changed_streams.end(request)
 
     def preempt(self, request: "Request") -> None:
+        if self.capture.store is not None:
+            self.capture.store.preempt(request.request_id)
         self.changed_streams.end(request)
         self.steering.preempted(request)
 

@@ -65,6 +65,13 @@ class CaptureOptions:
     """Folder in which rows wait under the policy spill."""
     capture_spill_max_bytes: int | None = None
     """Most bytes that a worker spills; beyond that, the engine waits."""
+    activation_store_gb: float | None = None
+    """Host memory, in GB, in which an engine keeps captured rows of prompts beside the
+    prefix cache: a capture of cached blocks is answered without computing them."""
+    activation_store_path: str | None = None
+    """Folder for rows that leave the memory of --activation-store-gb."""
+    activation_store_disk_gb: float | None = None
+    """Most GB of rows in --activation-store-path."""
     capture_graphsafe_key: list[str] | None = None
     """Accepted for compatibility; every key is graph-safe."""
 

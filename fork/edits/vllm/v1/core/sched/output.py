@@ -9,10 +9,8 @@ EDITS = [
         scope="SchedulerOutput",
         after="kv_connector_block_state",
         insert="""
-# Captured requests that have finished for their clients: list[CaptureEnd]
-capture_ends: list | None = None
-# Cached tokens that are recomputed because their rows are captured
-capture_reforwarded: int = 0
+# Ends of captured requests, and changes of the activation store: CaptureStep
+capture: Any = None
 # New steered requests, and slots to load: SteeringStep
 steering: Any = None
 # Whether a running request has vectors or embeddings from a client

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm import SamplingParams
+from vllm.v1.capture.core.row_store import RowStore, may_store
+from vllm.v1.residual.capture_plan import READOUTS, CapturePlan, group_taps
+from vllm.v1.residual.capture_step import KeepRows, LoadRows, MoveRows
+
+SIZE = 4
+TAPS = {(layer, "post_block"): layer + 1 for layer in range(3)}
+"""The bytes of a row by tap."""
+
+
+def request(name: str, tokens: str, **more: Any) -> Any:
+    """A request whose hashes are the texts up to the end of each block."""
+    whole = range(SIZE, len(tokens) + 1, SIZE)
+    hashes, params = [tokens[:stop] for stop in whole], SamplingParams(**more)
+    return SimpleNamespace(request_id=name, block_hashes=hashes, sampling_params=params)
+
+
+def plan(tokens: str, first: int, layers: Any, **readers: Any) -> CapturePlan:
+    wanted = {"file": {(n, "post_block"): ((first, len(tokens)),) for n in layers}}
+    return CapturePlan("r", len(tokens), group_taps(wanted | readers, len(tokens)), "")
+
+
+class Workers:
+    """What the workers have, after the changes that they were sent."""
+
+    def __init__(self, memory: int, disk: int) -> None:
+        self.limits = memory, disk
+        self.bytes: dict[int, int] = {}
+        self.on_disk: set[int] = set()
+        self.loaded: Counter[str] = Counter()
+
+    def change(self, changes: Any, plans: dict[str, CapturePlan]) -> None:
+        for change in changes:
+            match change:
+                case KeepRows():
+                    for _, group, number in change.places:
+                        taps = plans[change.request_id].groups[group].taps
+                        assert number not in self.bytes
+                        self.bytes[number] = SIZE * sum(TAPS[tap] for tap in taps)
+                case LoadRows():
+                    assert change.start < change.stop
+                    self.loaded[change.request_id] += change.stop - change.start
+                    assert all(number in self.bytes for *_, number in change.places)
+                case MoveRows() if change.to == "disk":
+                    self.on_disk.update(change.numbers)
+                case MoveRows():
+                    for number in change.numbers:
+                        del self.bytes[number]
+                        self.on_disk.discard(number)
+        used = sum(self.bytes.values())
+        on_disk = sum(self.bytes[number] for number in self.on_disk)
+        assert used - on_disk <= self.limits[0] and on_disk <= self.limits[1]
+
+
+@given(st.data(), st.integers(0, 300), st.integers(0, 200))
+@settings(max_examples=200, deadline=None)
+def test_the_limits_hold_and_what_is_loaded_was_stored(
+    data: st.DataObject, memory: int, disk: int
+) -> None:
+    store, workers = (
+        RowStore(SIZE, TAPS.__getitem__, memory, disk),
+        Workers(memory, disk),
+    )
+    plans: dict[str, CapturePlan] = {}
+    for number in range(data.draw(st.integers(1, 12))):
+        store.new_step()
+        name, tokens = f"r{number}", data.draw(st.text("ab", min_size=1, max_size=24))
+        first = data.draw(st.integers(0, len(tokens) - 1))
+        layers = data.draw(st.sets(st.integers(0, 2), min_size=1))
+        one, own = request(name, tokens), plan(tokens, first, layers)
+        plans[name] = own
+        store.add_request(one, own)
+        most = len(tokens) - 1
+        computed = store.reusable(one, most)
+        assert min(first, most) <= computed <= most
+        computed -= computed % SIZE  # As the prefix cache does.
+        store.begin(one, computed)
+        if data.draw(st.booleans()):
+            store.scheduled(name, data.draw(st.integers(computed, len(tokens))))
+            if data.draw(st.booleans()):
+                store.preempt(name)
+        if data.draw(st.booleans()):
+            store.free(name)
+        workers.change(store.take_changes(), plans)
+        assert workers.loaded[name] == max(computed - first, 0)
+    for name in plans:
+        store.free(name)
+    workers.change(store.take_changes(), plans)
+
+
+def test_rows_are_reused_in_the_step_after_the_one_that_computes_them() -> None:
+    store, tokens = RowStore(SIZE, TAPS.__getitem__, 1000), "abcdefghij"
+    one, two = (request(name, tokens) for name in "xy")
+    for each in (one, two):
+        store.add_request(each, plan(tokens, 0, {0}))
+    store.begin(one, 0)
+    store.scheduled("x", 6)
+    assert store.reusable(two, 9) == 0, "both are of the same step"
+    store.new_step()
+    assert store.reusable(two, 9) == 4, "the second block is not whole yet"
+    store.scheduled("x", 10)
+    store.free("x")
+    assert store.reusable(two, 9) == 8
+
+
+def test_what_readouts_read_is_not_reused() -> None:
+    tokens = "abcdefghij"
+    own = plan(tokens, 0, {0}, **{READOUTS: {(1, "post_block"): ((0, 10),)}})
+    assert may_store(request("r", tokens), own)
+    assert not may_store(request("r", tokens, capture_cache=False), own)
+    store = RowStore(SIZE, TAPS.__getitem__, 1000)
+    store.add_request(request("r", tokens), own)
+    store.begin(request("r", tokens), 0)
+    (kept,) = store.take_changes()
+    assert isinstance(kept, KeepRows)
+    assert [own.groups[group].taps for _, group, _ in kept.places] == [
+        ((0, "post_block"),)
+    ] * 2

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of cached blocks come from the activation store."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import asynchronous
+from tests.support.captured import EVERYWHERE, CapturedEngine, asking, prompt
+
+pytestmark = pytest.mark.e2e
+
+TAPS = 9
+BLOCK = 32 * TAPS * 64 * 4
+"""Bytes of a block at all taps."""
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def storing(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: Any
+) -> Iterator[CapturedEngine]:
+    """An engine whose store holds 6 blocks in memory and 8 on disk."""
+    with asynchronous.allowed():
+        engine = CapturedEngine(
+            model,
+            activation_store_gb=6 * BLOCK / 1e9,
+            activation_store_path=str(tmp_path_factory.mktemp("rows")),
+            activation_store_disk_gb=8 * BLOCK / 1e9,
+            enable_readouts=True,
+            max_num_batched_tokens=48,
+            num_gpu_blocks_override=24,
+            async_scheduling=request.param == "async",
+        )
+    yield engine
+    engine.close()
+
+
+def run(engine: CapturedEngine, tokens: list[int], *given: Any, **more: Any) -> Any:
+    (output,) = engine.run([tokens], asking(*given, **{"max_tokens": 2, **more}))
+    return output
+
+
+def cached(output: Any) -> int:
+    rows: int = output.capture_results["keeper"].cached_rows
+    return rows
+
+
+def test_rows_of_a_repeated_prompt_are_not_computed_again(
+    storing: CapturedEngine,
+) -> None:
+    first, second = (run(storing, prompt(100, 500)) for _ in range(2))
+    assert (first.num_cached_tokens, cached(first)) == (0, 0)
+    assert (second.num_cached_tokens, cached(second)) == (96, 96 * TAPS)
+    storing.check(first)
+    storing.check(second)
+
+
+def test_of_a_longer_prompt_the_beginning_is_stored(storing: CapturedEngine) -> None:
+    run(storing, prompt(70, 501))
+    longer = run(storing, prompt(70, 501) + prompt(50, 502))
+    assert cached(longer) == 64 * TAPS
+    storing.check(longer)
+    again = run(storing, prompt(70, 501) + prompt(50, 502), [3, 40, 99])
+    assert again.num_cached_tokens == 96 and cached(again) == 2 * TAPS
+    storing.check(again, [3, 40, 99])
+
+
+def test_some_of_the_stored_hook_points_are_read_and_others_computed(
+    storing: CapturedEngine,
+) -> None:
+    tokens = prompt(80, 503)
+    run(storing, tokens, "all", {"post_block": "all", "pre_attn": [0]})
+    some = run(storing, tokens, "all", {"post_block": [2, 0]})
+    assert cached(some) == 64 * 2
+    storing.check(some)
+    other = run(storing, tokens, "all", {"post_block": "all", "pre_attn": [1]})
+    assert cached(other) == 0 == other.num_cached_tokens
+    storing.check(other)
+
+
+def test_rows_that_are_not_used_wait_on_disk_until_they_are_dropped(
+    storing: CapturedEngine,
+) -> None:
+    prompts = [prompt(98, 520 + number) for number in range(5)]
+    for tokens in prompts:  # 15 blocks; memory has 6, disk 8
+        run(storing, tokens)
+    # Of the first one, the last block has been used last, so it was dropped first.
+    assert [cached(run(storing, prompts[n])) // TAPS for n in (1, 0)] == [96, 64]
+
+
+def test_a_request_may_bypass_the_store(storing: CapturedEngine) -> None:
+    tokens = prompt(80, 504)
+    for _ in range(2):
+        output = run(storing, tokens, capture_cache=False)
+        assert cached(output) == 0 == output.num_cached_tokens
+    assert cached(run(storing, tokens)) == 0, "it has stored nothing either"
+
+
+def test_what_readouts_read_is_computed(storing: CapturedEngine) -> None:
+    tokens = prompt(100, 505)
+    run(storing, tokens)
+    norm = {"kind": "norm", "hooks": {"post_block": "all"}, "positions": [50, 99]}
+    output = run(storing, tokens, readouts={"norm": norm})
+    assert output.num_cached_tokens == 32 and cached(output) == 32 * TAPS
+    assert output.readouts["norm"].positions == [50, 99]
+    storing.check(output)
+
+
+def test_rows_that_wait_for_a_rule_are_computed(storing: CapturedEngine) -> None:
+    tokens = prompt(70, 506)
+    norm = {"kind": "norm", "hooks": {"post_block": [0]}, "positions": "last_prompt"}
+    rule = {"readout": "norm", "above": 0.0}
+    spec = {"hooks": EVERYWHERE, "positions": "all", "keep_when": rule}
+    for _ in range(2):
+        more = {"capture": {"keeper": spec}, "readouts": {"norm": norm}}
+        output = run(storing, tokens, **more)
+        assert output.num_cached_tokens == 0
+        storing.check(output)
+
+
+def test_steered_blocks_have_rows_of_their_own(model: Path) -> None:
+    vector = {"post_attn": {1: [0.5] * 64}}
+    engine = CapturedEngine(
+        model, activation_store_gb=1e-3, enable_steering=True, max_num_seqs=2
+    )
+    tokens = prompt(80, 507)
+    plain = run(engine, tokens)
+    steered = [run(engine, tokens, prefill_steering_vectors=vector) for _ in range(2)]
+    assert [cached(one) for one in steered] == [0, 64 * TAPS]
+    again = run(engine, tokens)
+    assert cached(again) == 64 * TAPS
+    first, second, own = (engine.rows(one) for one in (*steered, plain))
+    tap = 2, "post_block"
+    assert (first[tap] - second[tap]).abs().max() < 1e-4
+    assert (first[tap][:80] - own[tap][:80]).abs().max() > 1e-2
+    engine.check(again)
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.timeout(300)
+def test_any_requests_with_common_beginnings(
+    storing: CapturedEngine, seed: int
+) -> None:
+    """With preemptions: 24 blocks of keys and values for up to 8 requests."""
+    draw = random.Random(seed)
+    stems = [
+        prompt(length, 600 + 10 * seed + n) for n, length in enumerate((40, 70, 100))
+    ]
+    hooks = [None, {"post_block": "all"}, {"post_block": [1], "pre_attn": [2]}]
+    positions: list[Any] = ["all", "all_prompt", [5, 33, 41, -1], {"last": 40}]
+    got = 0
+    for number in range(8):
+        asked = [
+            (
+                stem[: draw.randint(1, len(stem))] * draw.choice((0, 1))
+                + stem
+                + prompt(draw.randint(2, 40), draw.randrange(3)),
+                asking(
+                    draw.choice(positions),
+                    draw.choice(hooks),
+                    max_tokens=draw.randint(1, 12),
+                    capture_cache=draw.random() < 0.9,
+                ),
+            )
+            for stem in draw.choices(stems, k=draw.randint(1, 7))
+        ]
+        outputs = storing.run(
+            [tokens for tokens, _ in asked], [how for _, how in asked]
+        )
+        for output, (tokens, how) in zip(outputs, asked, strict=True):
+            assert output.capture_results is not None
+            result = output.capture_results["keeper"]
+            assert result.status == "ok", (number, result.error)
+            spec = how.capture["keeper"]["positions"]
+            stop = len(tokens) + len(output.outputs[0].token_ids) - 1
+            wanted = {
+                "all": range(stop),
+                "all_prompt": range(len(tokens)),
+            }.get(spec if isinstance(spec, str) else "")
+            if isinstance(spec, list):
+                wanted = [p for p in (5, 33, 41, len(tokens) - 1) if p < stop]
+                wanted = sorted(set(wanted))
+            elif isinstance(spec, dict):
+                wanted = range(max(len(tokens) - 40, 0), len(tokens))
+            storing.check(output, list(wanted))
+            got += result.cached_rows
+    assert got > 0
