@@ -305,6 +305,18 @@ def test_components_sum_to_the_logit(pair: Pair) -> None:
             assert parts[:, -1].abs().max() < bound
 
 
+def test_components_follow_the_final_norm_when_other_weights_are_loaded(
+    pair: Pair,
+) -> None:
+    (head,) = pair.engine.llm.collective_rpc(
+        lambda worker: worker.model_runner.residual.readouts.head
+    )
+    for factor in (1.5, 1 / 1.5):
+        for norm in (head.norm, pair.norm):
+            norm.weight.data.mul_(factor)
+        test_components_sum_to_the_logit(pair)
+
+
 def test_heads_sum_to_what_attention_adds(pair: Pair) -> None:
     spec = {"kind": "attribution", "tokens": TOKENS, "positions": "all"}
     some = {**spec, "heads": [2, 0], "layers": [1]}

@@ -59,7 +59,7 @@ def test_parts_sum_to_what_is_added_less_biases(behind: Callable[..., Any]) -> N
     added[1] += 1
     wrong = parts.parts(4, (2, 0), *given).isnan()
     assert wrong[1].all() and not wrong[[0, *range(2, ROWS)]].any()
-    nothing = torch.zeros(1, HEADS * SIZE), form.bias[None]
+    nothing = torch.zeros(1, HEADS * SIZE), torch.zeros(1, WIDTH) + form.bias
     projection.bias.zero_()
     assert not parts.parts(4, (1,), *nothing, directions, kept).any()
 

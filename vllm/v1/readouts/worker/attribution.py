@@ -89,7 +89,7 @@ class Attribution:
         """Find the linear form of the final norm."""
         rows = trial_rows(4, width, dtype, self._head.unembedding([0])[0].device)
         normed = self._head.normed(rows).float()
-        forms = forms_of(self._head.norm, width, rows.device)
+        forms = forms_of(self._head.norm)
         self._form, error = likeliest(forms, rows.float(), normed)
         if error >= TOLERANCE:
             raise ValueError(

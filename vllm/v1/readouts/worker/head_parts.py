@@ -7,7 +7,7 @@ Without this a user captures `z`, 8 KiB a layer and token of an 8B model, and ne
 weights of every projection and norm beside the engine.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,29 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a norm makes of rows `[n, H]` at a fixed scale: `scale * own + bias`."""
+    """What a norm makes of rows `[n, H]` at a fixed scale: `scale * own + bias`.
 
-    weight: torch.Tensor  # [H] float32
-    centers: bool
+    Its weights are read each time, because others may be loaded.
+    """
+
+    norm: Any = None
+    """None if there is no norm, but perhaps a multiplier."""
+    added: int = 0
+    """What it adds to its weights."""
+    centers: bool = False
     """Whether it subtracts the mean."""
-    bias: torch.Tensor  # [H] float32
+
+    @property
+    def weight(self) -> torch.Tensor | float:
+        """What rows are multiplied by: `[H]` float32, or a number."""
+        weight = getattr(self.norm, "weight", None)
+        return 1.0 if weight is None else self.added + weight.float()
+
+    @property
+    def bias(self) -> torch.Tensor | float:
+        """What is added at the end: `[H]` float32, or a number."""
+        bias = getattr(self.norm, "bias", None)
+        return 0.0 if bias is None else bias.float()
 
     def own(self, rows: torch.Tensor) -> torch.Tensor:
         """What it makes of rows, without scaling them."""
@@ -167,7 +184,8 @@ def _form(
 
     Where two fit equally well, as of norms with equal weights, either is right.
     """
-    form, error = likeliest(_candidates(norms, output), output, added)
+    candidates = [Form(), *(form for norm in norms for form in forms_of(norm))]
+    form, error = likeliest(candidates, output, added)
     if error > TOLERANCE:
         raise ValueError(
             f"what attention of layer {layer} adds is not its output projection and "
@@ -178,31 +196,17 @@ def _form(
 
 
 def likeliest(
-    forms: Iterable[Form], rows: torch.Tensor, normed: torch.Tensor
+    forms: Sequence[Form], rows: torch.Tensor, normed: torch.Tensor
 ) -> tuple[Form, float]:
     """The form with the smallest error, and the error; NaN counts as a large one."""
-    tried = list(forms)
-    errors = torch.stack([one.error(rows, normed) for one in tried]).nan_to_num(9.0)
+    errors = torch.stack([one.error(rows, normed) for one in forms]).nan_to_num(9.0)
     least = int(errors.argmin())
-    return tried[least], float(errors[least])
+    return forms[least], float(errors[least])
 
 
-def _candidates(norms: list[Any], rows: torch.Tensor) -> Iterator[Form]:
-    zeros = torch.zeros(rows.shape[1], device=rows.device)
-    yield Form(zeros + 1, False, zeros)  # None, or a multiplier.
-    for norm in norms:
-        yield from forms_of(norm, rows.shape[1], rows.device)
-
-
-def forms_of(norm: Any, width: int, device: torch.device) -> Iterator[Form]:
-    """The forms that a norm of rows `[n, width]` may have."""
-    zeros = torch.zeros(width, device=device)
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    own = zeros + 1 if weight is None else weight.float()
-    shift = zeros if bias is None else bias.float()
-    for one in (own, 1 + own):
-        for centers in (False, True):
-            yield Form(one, centers, shift)
+def forms_of(norm: Any) -> list[Form]:
+    """The forms that a norm of rows `[n, H]` may have."""
+    return [Form(norm, added, centers) for added in (0, 1) for centers in (False, True)]
 
 
 def norms_of(layer: nn.Module, width: int) -> list[nn.Module]:
