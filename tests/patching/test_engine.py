@@ -206,6 +206,16 @@ def test_ablations_and_traces_equal_hooks(swept: Any) -> None:
             expected = float(reference.logprobs(CLEAN, changes)[-1][ANSWER])
             found = result.values[hook][layer, number]
             assert found == pytest.approx(expected, abs=BOUND)
+    heads = ablation_sweep(
+        llm, CLEAN, source="mean", hooks="z", heads=[1], metric="logprob", **asked
+    )
+    mean = reference.rows_at(CLEAN, (layer, "z")).mean(dim=0)
+    part = slice(len(mean) // 2, len(mean))
+    for number, place in enumerate(PLACES):
+        changes = {(layer, "z"): replacing(place, mean, part)}
+        expected = float(reference.logprobs(CLEAN, changes)[-1][ANSWER])
+        found = heads.values["z"][layer, 0, number]
+        assert found == pytest.approx(expected, abs=BOUND)
     trace = causal_trace(llm, CLEAN, [3, 4], hooks=hooks_of(llm), **asked)
     again = causal_trace(llm, CLEAN, [3, 4], hooks=hooks_of(llm), **asked)
     plain = float(reference.logprobs(CLEAN, {})[-1][ANSWER])

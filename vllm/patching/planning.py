@@ -313,14 +313,17 @@ def _capture(
 
 
 def _own_row(sweep: Sweep, run: str, cell: Cell, engine: Engine) -> Any:
-    """The row of a source that is made of the prompt's own rows."""
+    """The row of a source that is made of the prompt's own rows, or a head's part."""
     rows = _rows(engine, run, (cell.layer, cell.hook))
-    if sweep.source == "mean":
-        return rows.mean(axis=0)
-    places = list(cell.column.targets)
-    random = np.random.default_rng([sweep.seed, cell.layer, *places])
-    drawn = random.standard_normal(rows.shape[1], dtype=np.float32)
-    return rows[places].mean(axis=0) + sweep.noise * rows.std() * drawn
+    row = rows.mean(axis=0)
+    if sweep.source == "noise":
+        places = list(cell.column.targets)
+        random = np.random.default_rng([sweep.seed, cell.layer, *places])
+        drawn = random.standard_normal(rows.shape[1], dtype=np.float32)
+        row = rows[places].mean(axis=0) + sweep.noise * rows.std() * drawn
+    if cell.head is None:
+        return row
+    return row.reshape(engine.facts.heads[cell.hook], -1)[cell.head]
 
 
 def _noise(
