@@ -8,12 +8,16 @@ module does not import torch, because `vllm.sampling_params` imports it.
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutRows
 from vllm.v1.residual.spans import Spans, merged, overlap, selected_below
 from vllm.v1.residual.tap import AFTER, Tap, in_front
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 LIVE = "*live"
 """Name of the reader whose rows go to the front end after each step."""
@@ -169,6 +173,19 @@ class CapturePlan(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     def instances(self) -> tuple[str, ...]:
         """Names of the consumer instances, each of which returns a result."""
         return tuple(name for name in self.lanes if name != LIVE)
+
+
+def scheduling_lag(vllm_config: "VllmConfig") -> int:
+    """By how many tokens the scheduler's positions may be too high.
+
+    An asynchronous scheduler prepares a step before it knows how many draft tokens of
+    the previous steps (one per pipeline stage) are rejected, and assumes none.
+    """
+    drafts: int = vllm_config.num_speculative_tokens
+    if not vllm_config.scheduler_config.async_scheduling:
+        return 0
+    stages: int = vllm_config.parallel_config.pipeline_parallel_size
+    return drafts * stages
 
 
 def widened(ranges: Spans, num_prompt_tokens: int, lag: int) -> Spans:

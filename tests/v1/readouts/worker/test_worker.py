@@ -172,6 +172,8 @@ def configuration(stages: int) -> Any:
         lora_config=None,
         max_concurrent_batches=stages,
         speculative_config=None,
+        num_speculative_tokens=0,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
     )
 

@@ -26,19 +26,6 @@ def plan_of(request: "Request") -> CapturePlan | None:
     return params._capture_plan if params is not None else None
 
 
-def scheduling_lag(vllm_config: "VllmConfig") -> int:
-    """By how many tokens the scheduler's positions may be too high.
-
-    An asynchronous scheduler prepares a step before it knows how many draft tokens of
-    the previous steps (one per pipeline stage) are rejected, and assumes none.
-    """
-    drafts: int = vllm_config.num_speculative_tokens
-    if not vllm_config.scheduler_config.async_scheduling:
-        return 0
-    stages: int = vllm_config.parallel_config.pipeline_parallel_size
-    return drafts * stages
-
-
 def cacheable_tokens(request: "Request", num_tokens: int) -> int:
     """How many of a request's first `num_tokens` tokens may come from the prefix cache.
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from vllm.v1.capture.capabilities import capabilities_of
-from vllm.v1.capture.core.scheduler import scheduling_lag
 from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
@@ -22,7 +21,13 @@ from vllm.v1.capture.frontend.step_consumers import StepSpecs
 from vllm.v1.capture.selectors import check_size, check_text, within_reach
 from vllm.v1.capture.types import CaptureContext, CaptureSpec, contexts_of
 from vllm.v1.residual.bounds import cut, listed, shown
-from vllm.v1.residual.capture_plan import LIVE, READOUTS, CapturePlan, group_taps
+from vllm.v1.residual.capture_plan import (
+    LIVE,
+    READOUTS,
+    CapturePlan,
+    group_taps,
+    scheduling_lag,
+)
 from vllm.v1.residual.plain_data import fault_of, plain
 from vllm.v1.residual.plugin_errors import message_of
 from vllm.v1.residual.readout_plan import ReadoutPlan, ReadoutReader

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import torch
 from torch import nn
 
@@ -55,6 +56,7 @@ from vllm.v1.readouts.worker.stages import (
     Stages,
     make_joined_set,
 )
+from vllm.v1.residual.capture_plan import scheduling_lag, widened
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.readout_plan import (
     Fired,
@@ -128,6 +130,7 @@ class WorkerReadouts:
         self.head = Head(
             model, last_layer, vocab_size, rows, adapts, self._shared, records
         )
+        self._lag = scheduling_lag(vllm_config)
         known = vllm_config.speculative_config is None
         self.patterns = AttentionPatterns(attention, self._width, device, known)
         self._has_rows = get_tensor_model_parallel_rank() == 0
@@ -213,6 +216,9 @@ class WorkerReadouts:
                 # It was unregistered or replaced meanwhile; the final result reports
                 # the missing tokens.
                 continue
+            if self._lag:  # The scheduler drops what is beside the ranges in the end.
+                ranges = widened(one.ranges, num_prompt_tokens, self._lag)
+                one = msgspec.structs.replace(one, ranges=ranges)
             share = Share((one,))
             if len(self._stages.starts) > 1:
                 share = self._stages.share(one, local)

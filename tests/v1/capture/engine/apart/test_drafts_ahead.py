@@ -45,6 +45,7 @@ def ahead(request: pytest.FixtureRequest, model: Path) -> Iterator[CapturedEngin
             model,
             async_scheduling=request.param == "async",
             enable_steering=True,
+            enable_readouts=True,
             max_logprobs=-1,
             speculative_config={
                 "method": "ngram_gpu",
@@ -98,6 +99,20 @@ def test_rows_are_those_of_accepted_tokens(
     for output in ahead.run(prompts, asking(positions, max_tokens=24)):
         ahead.check(output, expected)
     assert 0 < drafts.accepted < drafts.proposed
+
+
+@pytest.mark.parametrize("positions, expected", SELECTED)
+def test_readouts_are_those_of_accepted_tokens(
+    ahead: CapturedEngine, positions: Any, expected: list[int]
+) -> None:
+    asked = asking("all", max_tokens=24)
+    spec = {"kind": "rows", "hooks": {"post_block": [1]}, "positions": positions}
+    asked.readouts = {"rows": spec}
+    for output in ahead.run([prompt(6, seed=420 + i) * 4 for i in range(4)], asked):
+        found = output.readouts["rows"]
+        assert found.positions == expected and found.error is None
+        rows = ahead.rows(output)[1, "post_block"][expected]
+        assert torch.equal(torch.from_numpy(found["rows"].copy())[:, 0], rows)
 
 
 def test_steering_acts_at_the_generated_positions_that_are_named(
