@@ -215,14 +215,15 @@ class Scheduling(NoScheduling):
         token_ids: list[int],
     ) -> list[int]:
         request_id = request.request_id
+        # Before a readout drops tokens: that at which it fires was steered.
+        if output.receipts and request_id in output.receipts:
+            receipt = output.receipts[request_id]
+            note_receipt(request, receipt, num_tokens, token_ids)
         if output.readouts is not None and request_id in self.readouts:
             found = self.readouts.take(request, output.readouts, num_tokens, token_ids)
             token_ids = found.token_ids
             if found.fired:
                 self._fired[request_id] = found.fired
-        if output.receipts and request_id in output.receipts:
-            receipt = output.receipts[request_id]
-            note_receipt(request, receipt, num_tokens, token_ids)
         # Last: a token that was sampled from NaN must not reach the client.
         if self.nonfinite_streams.add(request, output):
             return []

@@ -133,3 +133,28 @@ def test_steering_acts_at_the_generated_positions_that_are_named(
             ahead.check(output)
     with pytest.raises(AssertionError):
         ahead.check(outputs[0])
+
+
+def test_a_receipt_has_the_token_at_which_a_readout_ends_a_request(
+    ahead: CapturedEngine,
+) -> None:
+    taken = [prompt(6, seed=400)[i % 6] for i in range(24)]
+    ones = [[1.0] * 64]
+    probe = {"kind": "probe", "layer": 1, "hook": "post_block", "vectors": ones}
+    asked = asking("last_prompt", max_tokens=24)
+    asked.readouts = {"sum": probe}
+    entry = {"vector": torch.arange(64.0), "op": "project_out"}
+    asked.decode_steering_vectors = {"post_attn": {0: entry}}
+    asked.steering_receipt = True
+    (output,) = ahead.run([taken], asked)
+    values = output.readouts["sum"]["values"][:, 0].tolist()
+    ends = [k for k, v in enumerate(values) if k == 0 or v > max(values[:k])]
+    assert len(ends) > 2
+    ended = [asked.clone() for _ in ends]
+    for end, one in zip(ends, ended, strict=True):
+        bound = (values[end] + max(values[:end], default=values[0] - 1)) / 2
+        one.stop_when = [{"readout": "sum", "above": bound}]
+    for end, output in zip(ends, ahead.run([taken] * len(ends), ended), strict=True):
+        assert len(output.outputs[0].token_ids) == end + 1
+        (applied,) = output.outputs[0].steering["applied"]
+        assert applied["tokens"] == end + 1
