@@ -27,6 +27,7 @@ from vllm.v1.readouts.worker.top_tokens import BEST
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.readout_plan import Probe, Readout, RowPart
 from vllm.v1.residual.sae import SparseAutoencoder
+from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import in_front
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Operations:
         self._requests = requests
         self._device = device
         self._custom = CustomReadouts(vllm_config)
+        self.view: StepView
+        """The batch of the step; set by the caller."""
 
     def lens_of_ranks(self, job: Job, rows: torch.Tensor | str) -> Arrays:
         """The arrays of a lens of tensor-parallel ranks, as of `compute`. A collective.
@@ -163,11 +166,14 @@ class Operations:
 
     def _custom_values(self, job: Job, rows: torch.Tensor, result: JobResult) -> Arrays:
         found: Arrays = {}
+        # Functions are told true positions: with drafts this may wait for the device.
+        late = self.view.settled().num_computed - self.view.num_computed
+        shifts = dict(zip(self.view.req_ids, late.tolist()))
         for number, entry in enumerate(job.entries):
             own = rows[entry.first : entry.first + entry.num_rows]
             own = own.view(entry.count, len(entry.readout.taps), -1)
-            request = self._requests[entry.req_id]
-            values = self._custom.compute(entry, result.shift, own, request)
+            request, shift = self._requests[entry.req_id], shifts[entry.req_id]
+            values = self._custom.compute(entry, result.shift + shift, own, request)
             if isinstance(values, str):
                 result.errors[number] = values
             else:

@@ -320,6 +320,7 @@ class WorkerReadouts:
 
         """
         self.patterns.begin(attention, view.req_ids)
+        self._operations.view = view
         try:
             self._run(placed, view, staging, first_row)
         except Exception as error:

@@ -115,6 +115,21 @@ def test_readouts_are_those_of_accepted_tokens(
         assert torch.equal(torch.from_numpy(found["rows"].copy())[:, 0], rows)
 
 
+def test_functions_are_told_true_positions(ahead: CapturedEngine) -> None:
+    def told(rows: torch.Tensor, context: Any) -> torch.Tensor:
+        return torch.tensor(list(context.positions))
+
+    asked = asking("last_prompt", max_tokens=24)
+    taps = {"post_block": [1]}
+    asked.readouts = {
+        name: {"kind": "custom", "fn": told, "hooks": taps, "positions": positions}
+        for name, positions in (("all", "all"), ("some", [24, 31, 46]))
+    }
+    for output in ahead.run([prompt(6, seed=430 + i) * 4 for i in range(3)], asked):
+        for found in output.readouts.values():
+            assert found["values"].tolist() == found.positions != []
+
+
 def test_steering_acts_at_the_generated_positions_that_are_named(
     ahead: CapturedEngine,
 ) -> None:
