@@ -37,6 +37,8 @@ SPECS: dict[str, Any] = {
         "positions": "all",
     },
 }
+PARTS = {"kind": "attribution", "tokens": [5, 7], "positions": "all"}
+"""A readout with a component that is no hook point: `rest`."""
 
 
 def as_keys(readouts: Mapping[str, ReadoutResult]) -> dict[tuple[int, str], Any]:
@@ -95,7 +97,9 @@ def test_files_have_the_layout_of_rows(
 ) -> None:
     spec = {"tag": layout, "layout": layout, "readouts": "all"}
     hooks = {} if layout == "packed" else {"hooks": {"post_block": [1]}}
-    outputs = captured(engine, {"filesystem": spec | hooks})
+    capture = {"filesystem": spec | hooks}
+    specs = SPECS | {"parts": PARTS}
+    outputs = read_out(engine, PROMPTS, specs, capture=capture, capture_wait=True)
     for output in outputs:
         result = output.capture_results["filesystem"]
         assert result.status == "ok", result.error
@@ -119,7 +123,7 @@ def test_files_have_the_layout_of_rows(
     index = load_index(Path(outputs[0].capture_results["filesystem"].payload[-1]))
     entries = index.get("entries", [index])
     told = [one["readout"] for one in entries if "readout" in one]
-    assert {one["kind"] for one in told} <= {one["kind"] for one in SPECS.values()}
+    assert {one["kind"] for one in told} <= {one["kind"] for one in specs.values()}
 
 
 def test_a_table_has_a_column_per_value(engine: CapturedEngine) -> None:

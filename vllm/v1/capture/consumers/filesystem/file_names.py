@@ -10,13 +10,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm.v1.residual.readout_plan import ATTN_REST, REST
 from vllm.v1.residual.tap import HOOK_NAMES
 
 _STAGE = r"(?:-pp\d\d)?"
 SHARD = re.compile(rf"(shard{_STAGE}-\d{{3}})-(\d{{5,12}})\.(bin|json)")
+_PLACE = "|".join([*HOOK_NAMES, REST, ATTN_REST, r"head_\d+"])
+"""Hook points, and the components of attributions that are none."""
 OWN = re.compile(
-    rf"(?:\d{{1,6}}_(?:{'|'.join(HOOK_NAMES)})(?:\.[\w.-]+)?|packed{_STAGE})"
-    r"\.(?:bin|json)",
+    rf"(?:\d{{1,6}}_(?:{_PLACE})(?:\.[\w.-]+)?|packed{_STAGE})\.(?:bin|json)",
     re.ASCII,
 )
 """Files in the directory of one request."""
