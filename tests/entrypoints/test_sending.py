@@ -233,10 +233,14 @@ def test_fetched_rows_count_until_their_response_is_sent(
     assert held(tracker) == 0
 
 
-def test_rows_that_were_not_fetched_may_be_dropped_after_the_response(
+def test_rows_of_a_client_that_has_left_are_freed_once_they_are_complete(
     tracker: RequestTracker,
 ) -> None:
-    tracker.abandon("r")
-    tracker.abandon("unknown")
+    tracker.discard("r")
+    tracker.discard("unknown")
     assert held(tracker) == 0
     assert held(tracker, aborted=True) == 1000
+    result = CaptureResult(("r-0", -1, "*"), "ok")  # type: ignore[arg-type]
+    tracker.note("r-0", "inline", 0, result)
+    assert held(tracker, aborted=True) == 0
+    assert tracker.results("r", "r") is None

@@ -252,7 +252,7 @@ class CaptureFrontend(NoCapture):
             self._requests.claims.take(params.capture, parent, plan)
             state.residual.capture_id = parent
         if tracked.held:
-            when_response_ends(partial(self._requests.abandon, parent))
+            when_response_ends(partial(self._requests.discard, parent))
         self._live.open(parent, plan, state.prompt_token_ids, params)
         if params.capture:
             self._drivers.open(

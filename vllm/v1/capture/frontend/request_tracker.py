@@ -97,6 +97,8 @@ class Tracked:
     """Instances that the request names but that capture nothing of it."""
     aborted: bool = False
     """Whether a sample was aborted; then the results may never be fetched."""
+    unread: bool = False
+    """Whether its HTTP response has ended; then nobody can fetch the results."""
 
     def complete(self) -> bool:
         """Whether all results of all samples have arrived."""
@@ -235,6 +237,15 @@ class RequestTracker:
                 tracked.aborted = True
                 self.held.put(parent, "aborted", tracked.held)
 
+    def discard(self, parent: str) -> None:
+        """Forget a request whose HTTP response has ended once it is complete."""
+        with self.lock:
+            self.abandon(parent)
+            if (tracked := self._tracked.get(parent)) is not None:
+                tracked.unread = True
+                if tracked.complete():
+                    self._forget(parent)
+
     def hold(self, parent: str, sizes: Mapping[str, int]) -> None:
         """Count what a request may return, by instance; the caller holds `lock`."""
         tracked = self._tracked[parent]
@@ -265,6 +276,8 @@ class RequestTracker:
                 self.claims.release(parent)
                 for wake in self._waiters.pop(parent, []):
                     wake()
+                if tracked.unread:
+                    self._forget(parent)
                 self._drop_oldest()
 
     def results(self, parent: str, request_id: str) -> dict[str, CaptureResult] | None:
