@@ -93,7 +93,7 @@ def test_rows_are_kept_where_a_readout_fires(server: Server) -> None:
     refused = server.post(
         "/v1/completions", asked | {"stream": True, "capture_stream": True}
     )
-    assert "leave out capture_stream" in str(refused.body)
+    assert "set capture_stream=False" in str(refused.body)
     rows = rows | {"name": "quiet", "keep_when": {"readout": "n", "below": 0}}
     asked |= {"capture": {"memory": rows}, "capture_wait": True}
     told = server.post("/v1/completions", asked).body["capture_results"]["memory"]

@@ -186,8 +186,8 @@ class Admission:
             if mixed := sorted(streamed - behind_taps):
                 raise fail(
                     f"capture.{mixed[0]}: streamed rows are all behind interventions, "
-                    "or none is; give all consumers the same after, or leave out "
-                    "capture_stream",
+                    "or none is; give all consumers the same after, or set "
+                    "capture_stream=False",
                     f"capture.{mixed[0]}.{AFTER}",
                     False,
                 )
@@ -411,7 +411,7 @@ def _check_streams(keep_when: Mapping[str, Any], streaming: Collection[str]) -> 
     if streamed := sorted(keep_when.keys() & set(streaming)):
         raise fail(
             f"capture.{streamed[0]}.keep_when is decided at the request's end, so "
-            "its rows cannot be streamed; leave out capture_stream",
+            "its rows cannot be streamed; set capture_stream=False",
             f"capture.{streamed[0]}.keep_when",
             keep_when[streamed[0]],
         )
