@@ -122,6 +122,9 @@ class Chunk:
     """Index of the choice."""
     finish_reason: str | None
     rows: RowSet
+    """Rows of this choice; `rows_of` has those of all choices that the chunk brings."""
+    rows_of: dict[int, RowSet]
+    """Rows by the index of their choice, which may be another than the chunk's."""
     captures: dict[str, CaptureOutcome]
     readouts: dict[str, Readout]
     """Readouts that are new, by name; the last chunk has all.
@@ -134,12 +137,14 @@ class Chunk:
     def of(cls, document: Mapping[str, Any]) -> "Chunk":
         """Parse a chunk's JSON."""
         choice = (document.get("choices") or [{}])[0]
-        captures = captures_of(document)
+        captures, index = captures_of(document), choice.get("index", 0)
+        rows = rows_by_choice(captures)
         return cls(
             text=text_of(choice),
-            index=choice.get("index", 0),
+            index=index,
             finish_reason=choice.get("finish_reason"),
-            rows=rows_of(captures, 1, None)[0],
+            rows=rows.get(index, RowSet({})),
+            rows_of=rows,
             captures=captures,
             readouts=readouts_of(document.get("readouts")),
             raw=document,
@@ -170,6 +175,14 @@ def rows_of(
     if isinstance(payload, Mapping):  # Keys are the choices' indices.
         return [RowSet.of(payload.get(str(i)) or (), None) for i in range(count)]
     return [RowSet.of(payload or (), tokens), *(RowSet({}) for _ in range(count - 1))]
+
+
+def rows_by_choice(captures: Mapping[str, CaptureOutcome]) -> dict[int, RowSet]:
+    """The rows of a chunk by the index of their choice."""
+    payload = captures["inline"].payload if "inline" in captures else None
+    if not isinstance(payload, Mapping):
+        payload = {0: payload}
+    return {int(i): RowSet.of(rows or (), None) for i, rows in payload.items()}
 
 
 def text_of(choice: Mapping[str, Any]) -> str:

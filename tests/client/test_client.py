@@ -228,6 +228,15 @@ def test_a_stream_yields_text_rows_and_readouts_as_they_come() -> None:
     assert last.rows[3, "post_block"].values.shape == (3, 4)
 
 
+def test_a_chunk_has_the_rows_of_each_choice() -> None:
+    payload = {"0": [entry(torch.ones(2, 4))], "1": [entry(torch.zeros(1, 4))]}
+    told = {"inline": {"status": "pending", "payload": payload}}
+    choices = [{"index": 1, "text": "b"}]
+    chunk = Chunk.of({"choices": choices, "capture_results": told})
+    assert not chunk.rows[3, "post_block"].values.any()
+    assert [len(chunk.rows_of[i][3, "post_block"]) for i in (0, 1)] == [2, 1]
+
+
 def test_an_error_has_parameter_value_and_remedy() -> None:
     message = (
         "capture.inline.hooks.post_block: this model has no layer 99; the last is 5 "
