@@ -4,6 +4,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextvars import copy_context
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -31,7 +32,10 @@ def run_many(
             raise
 
     with ThreadPoolExecutor(max(concurrency, 1), "clearbox-many") as pool:
-        futures = [pool.submit(named, *item) for item in enumerate(prompts)]
+        # In this context, which says what is aborted if an asynchronous call ends.
+        futures = [
+            pool.submit(copy_context().run, named, *item) for item in enumerate(prompts)
+        ]
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 future.result()
