@@ -83,7 +83,8 @@ class AsyncClient:
                 yield chunk
         finally:
             exchange.abort()  # Does nothing to a stream that has ended.
-            self._threads.submit(_close, chunks)
+            with suppress(ValueError):  # A thread that waits for a chunk closes it.
+                chunks.close()
 
     tokenize = _awaited(Client.tokenize)
     token_texts = _awaited(Client.token_texts)
@@ -113,9 +114,3 @@ class AsyncClient:
         except asyncio.CancelledError:
             exchange.abort()
             raise
-
-
-def _close(chunks: Any) -> None:
-    """Close the connection of a stream that was left early."""
-    with suppress(ValueError):  # A thread that waits for the next chunk closes it.
-        chunks.close()

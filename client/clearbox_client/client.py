@@ -2,7 +2,7 @@
 """The synchronous client."""
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -159,7 +159,9 @@ class Client:
             values = [(one["decoded_token"], float(one["logprob"])) for one in rest]
         return [(first[0], float("nan")), *values]
 
-    def stream(self, prompt: Prompt | Messages, **fields: Any) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt | Messages, **fields: Any
+    ) -> Generator[Chunk, None, None]:
         """Yield the chunks of a completion, or of a chat if `prompt` lists messages.
 
         Raises:

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from clearbox_client import AsyncClient, ClearboxError
 from clearbox_client.connection import Connections, socket_of
 
+from tests.client._answering import served
 from tests.client._server import LARGE, Handler
 
 
@@ -269,6 +271,26 @@ def test_a_cancelled_call_closes_its_connection(url: str) -> None:
     asyncio.run(run())
 
 
+def test_a_cancelled_call_of_many_prompts_sends_no_more_of_them() -> None:
+    sent: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        time.sleep(0.2)
+        return httpx.Response(200, json={"choices": [{"index": 0, "text": "a"}]})
+
+    async def run(url: str) -> None:
+        async with AsyncClient(url, model="m") as client:
+            asked = client.complete_many(["x"] * 40, concurrency=2, progress=False)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asked, 0.5)
+            client._threads.shutdown(wait=True)
+
+    with served(answer) as url:
+        asyncio.run(run(url))
+    assert len(sent) < 20
+
+
 def test_a_stream_that_is_left_early_closes_its_connection() -> None:
     event = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
     hung_up = threading.Event()
@@ -290,6 +312,7 @@ def test_a_stream_that_is_left_early_closes_its_connection() -> None:
             async for chunk in chunks:
                 assert chunk.text == "a"
                 break
+            await client.close()  # As an interpreter may that collects the stream late.
             await chunks.aclose()
             assert await asyncio.to_thread(hung_up.wait, 10)
 
