@@ -3,8 +3,10 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import psutil
@@ -57,7 +59,7 @@ def server(capture_model: Path, tmp_path: Path) -> Iterator[Server]:
         capture_model,
         *("--capture-consumers", f"filesystem:root={tmp_path}"),
         *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", "256", "--max-num-seqs", "4"),
+        *("--max-model-len", "256", "--max-num-seqs", "4", "--enable-steering"),
         **OWN_WORKER,
     )
     yield opened
@@ -102,7 +104,13 @@ def test_a_worker_that_is_killed_hangs_no_client(
     ]
     assert workers, "no worker process was found"
     for process in workers:
-        process.kill()
+        process.suspend()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(server.get, "/v1/steering")  # Waits for the engine.
+        sleep(1)
+        for process in workers:
+            process.kill()
+        assert asked.result(60).status == 500
     assert running.has_ended(60), "the client of a dead engine still waits"
     assert len(running.chunks) < 240
     assert not (tmp_path / "stops" / "running").exists()

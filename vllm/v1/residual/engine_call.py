@@ -10,6 +10,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.engine.exceptions import EngineDeadError
+
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import MPClient
 
@@ -45,9 +47,16 @@ async def call_engines(client: Any, method: str, *args: Any) -> list[Any]:
     return await asyncio.gather(*(call(method, *args, engine=one) for one in engines))
 
 
-def log_end(logger: logging.Logger, client: "MPClient") -> None:
-    """Log, within an `except` block, why no more outputs of the engine are read."""
+def outputs_ended(logger: logging.Logger, client: "MPClient") -> None:
+    """Log, within an `except` block, why no more outputs of the engine are read.
+
+    Calls whose result would be among them fail: upstream's wait forever, and with them
+    a server that ends.
+    """
     if client.stopping:
         logger.info("[shutdown] AsyncLLM: no more outputs are read")
     else:
         logger.exception("AsyncLLM output_handler failed.")
+    for waiting in client.utility_results.values():
+        if not waiting.done():
+            waiting.set_exception(EngineDeadError())

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.capture.core.engine import end_captures_now
 from vllm.v1.capture.frontend.request_tracker import Sample
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.residual.capture_plan import CaptureEnd
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ class Ends(ABC):
 
     def _answered(self, sent: "asyncio.Task[Any] | Future[Any]") -> None:
         self._sending.discard(sent)
-        if not sent.cancelled() and sent.exception() is not None:
-            logger.error("The end of captures was not sent: %s", sent.exception())
+        error = None if sent.cancelled() else sent.exception()
+        if error is not None and not isinstance(error, EngineDeadError):
+            logger.error("The end of captures was not sent: %s", error)
 
 
 class OfflineEnds(Ends):

@@ -24,7 +24,7 @@ from vllm.v1.readouts.frontend.admission import refuse as refuse_readouts
 from vllm.v1.readouts.frontend.collector import Collector, collector_for
 from vllm.v1.readouts.frontend.collector import ended_by as ended_by
 from vllm.v1.residual import nonfinite_streams
-from vllm.v1.residual.engine_call import log_end as log_end
+from vllm.v1.residual.engine_call import outputs_ended as outputs_ended
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.steering.core.refusals import refusal_in

@@ -83,7 +83,8 @@ if self.residual.concerns(out):
     replace(
         scope="AsyncLLM._run_output_handler.output_handler",
         anchor='logger.exception("AsyncLLM output_handler failed.")',
-        by="residual_front_end.log_end(logger, engine_core)",
-        why="A stop that gives the engine time is not reported as its death.",
+        by="residual_front_end.outputs_ended(logger, engine_core)",
+        why="A stop that gives the engine time is not reported as its death, and calls "
+        "that wait for the engine end.",
     ),
 ]
