@@ -23,7 +23,7 @@ from urllib.request import getproxies, proxy_bypass
 from clearbox_client.bulk import SAFETENSORS, Content
 from clearbox_client.errors import ClearboxError
 from clearbox_client.memory import MEMORY
-from clearbox_client.requests import document_of
+from clearbox_client.requests import document_of, is_last
 
 PIECE = 64 << 10
 """Bytes that are received at once where the length of a body is not known."""
@@ -134,16 +134,21 @@ class Answer:
 
         Raises:
             ClearboxError: one is too large.
+            IncompleteRead: the stream was cut, which only its last line shows:
+                `http.client` takes a lost connection for the end of chunks.
 
         """
+        is_whole = False
         while line := self._response.readline(self._most + 1):
             if len(line) > self._most:
                 raise self._too_large()
-            if (document := document_of(line.decode())) is not None:
+            text = line.decode()
+            is_whole |= is_last(text)
+            if (document := document_of(text)) is not None:
                 yield document
                 self._deadline.renew()
-        if not self._response.isclosed() and self._response.length != 0:
-            raise http.client.IncompleteRead(b"")  # The connection was cut.
+        if not is_whole:
+            raise http.client.IncompleteRead(b"")
 
     def _too_large(self) -> ClearboxError:
         return self._refused(

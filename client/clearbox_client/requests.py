@@ -52,12 +52,16 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def is_last(line: str) -> bool:
+    """Whether a line is the last one of a whole stream."""
+    return line.startswith("data:") and line.removeprefix("data:").strip() == DONE
+
+
 def document_of(line: str) -> dict[str, Any] | None:
     """The JSON of a line of a stream; None if the line has none."""
-    data = line.removeprefix("data:").strip()
-    if not line.startswith("data:") or data == DONE:
+    if not line.startswith("data:") or is_last(line):
         return None
-    document: dict[str, Any] | None = json.loads(data)
+    document: dict[str, Any] | None = json.loads(line.removeprefix("data:"))
     if document is None:
         raise ValueError("an event of a stream is null")
     return document

@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for piece in (b"data: 1\n\n", b"data: 2\n\n"):
+        for piece in (b"data: 1\n\n", b"data: 2\n\ndata: [DONE]\n\n"):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             self.wfile.flush()
             self.more.wait(30)

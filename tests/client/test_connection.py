@@ -198,8 +198,10 @@ def test_a_streams_comments_do_not_prolong_it() -> None:
     server.close()
 
 
-def test_a_stream_that_is_cut_is_no_whole_one() -> None:
-    server = Raw(lambda: iter([CHUNKED + b"8\r\ndata: 1\n\r\n", b"8\r\ndata"]))
+@pytest.mark.parametrize("rest", [b"8\r\ndata", b"", b"0\r\n\r\n"])
+def test_a_stream_that_is_cut_is_no_whole_one(rest: bytes) -> None:
+    """Also between two chunks, or by a proxy that ends them."""
+    server = Raw(lambda: iter([CHUNKED + b"8\r\ndata: 1\n\r\n", rest]))
     connections = Connections(server.url, {}, 5, 1 << 20)
     with (
         pytest.raises(ClearboxError, match="IncompleteRead"),
