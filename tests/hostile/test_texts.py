@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long texts in unexpected places take little memory and are not repeated."""
 
+import asyncio
 import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
@@ -80,3 +81,16 @@ def test_half_a_character_in_a_file_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(body))
     with pytest.raises(SteeringValidationError, match="origin in the metadata"):
         read_module(file)
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error() -> None:
+    async def handle(request: Request) -> Response:
+        raise AssertionError("there is no body")
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    headers = [(b"content-type", b"application/json")]
+    request = Request({"type": "http", "headers": headers}, receive)
+    answer = asyncio.run(_bounded(handle, (BaseModel,))(request))
+    assert answer.status_code == 400

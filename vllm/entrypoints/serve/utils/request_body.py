@@ -12,7 +12,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute, request_response
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -172,7 +172,10 @@ def _bounded(
     async def bounded(request: Request) -> Response:
         form_for(request.headers.get("accept", ""))
         inner = BoundedRequest(request.scope, request.receive, request._send)
-        await _check_long_parts(inner, models)
+        try:
+            await _check_long_parts(inner, models)
+        except ClientDisconnect:  # Upstream logs no error either; nobody reads this.
+            return Response(status_code=HTTPStatus.BAD_REQUEST)
         try:
             answer: Response = await handle(inner)
         except RequestValidationError as error:
