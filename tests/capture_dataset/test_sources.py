@@ -70,6 +70,28 @@ def test_every_kind_of_source_has_the_same_prompts(make: Any, tmp_path: Path) ->
     assert [entry.sample for entry in found.entries(3)] == [3, 4]
 
 
+def test_a_csv_column_has_numbers_if_all_of_its_fields_are_numbers(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text,zip,score,count\n2024,02139,0.50,\nhi,94103,1,7\nyo,1,,3\n")
+    found = survey(path, carry=("zip", "score", "count"))
+    entries = list(found.entries())
+    assert [entry.prompt for entry in entries] == ["2024", "hi", "yo"]
+    assert [entry.carried for entry in entries] == [
+        ("02139", 0.5, None),
+        ("94103", 1.0, 7),
+        ("1", None, 3),
+    ]
+    assert found.carried["zip"] == pa.string()
+
+
+def test_a_character_written_as_a_pair_of_surrogates_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(r'{"text": "\ud83d\ude00 \\ud83d"}')
+    assert [entry.prompt for entry in survey(path).entries()] == ["\U0001f600 \\ud83d"]
+
+
 def test_a_text_files_lines_are_prompts(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("one\n\ntwo, three\n")
     found = survey(tmp_path / "in.txt", limit=1)
@@ -127,7 +149,31 @@ BAD = {
         "x.jsonl",
         '{"text": "a", "y": 1}\n{"text": "a", "y": {"z": 1}}',
         {"carry": ("y",)},
-        "carried column 'y'.*several kinds",
+        "carried column 'y'.*no common type",
+    ),
+    "a carried value of too many bits": (
+        "x.jsonl",
+        '{"text": "a", "y": 123456789012345678901}',
+        {"carry": ("y",)},
+        "carried column 'y'.*no common type.*too large",
+    ),
+    "half of a character": (
+        "x.jsonl",
+        '{"text": "a"}\n{"text": "b \\ud83d"}',
+        {},
+        r"line 2 has '.ud83d', half of a character; remove it",
+    ),
+    "a negative token id": (
+        "x.jsonl",
+        '{"prompt": [1, -2]}',
+        {},
+        "line 1: a prompt must be",
+    ),
+    "one name of two columns": (
+        "x.csv",
+        "text,b,b\na,1,2\n",
+        {"carry": ("b",)},
+        "line 1 names 'b' more than once",
     ),
     "too many fields": ("x.csv", "text,b\na,b\na,b,c\n", {}, "line 3 has 3 fields"),
     "an empty prompt": ("x.jsonl", '{"text": ""}', {}, "line 1: a prompt must be"),
@@ -138,7 +184,7 @@ BAD = {
         "line 2 repeats the id '1' of prompt 0",
     ),
     "nothing": ("x.txt", "\n\n", {}, "no prompts"),
-    "no Parquet": ("x.parquet", "PAR", {}, "not a Parquet file"),
+    "no Parquet": ("x.parquet", "PAR", {}, "cannot be read as Parquet"),
 }
 
 

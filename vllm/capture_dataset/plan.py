@@ -52,6 +52,7 @@ class Plan:
         if output.format == "saelens":
             _check_names(rows, model)
         plan = cls(survey, rows, output, model, tokens)
+        plan._check_tokens()
         plan._check_lengths()
         if rows.readouts:
             plan._take_readouts(runner)
@@ -179,6 +180,17 @@ class Plan:
         named = {str(v) for spec in self.rows.readouts.values() for v in spec.values()}
         having = runner.readout_modules()
         self.modules = {name: having[name] for name in sorted(named & having.keys())}
+
+    def _check_tokens(self) -> None:
+        """Refuse token ids that the model does not have."""
+        (largest, where), last = self.survey.largest_id, self.model.last_token
+        if last is not None and largest > last:
+            raise fail(
+                f"source: {where} has the token id {largest}, and the model's are up "
+                f"to {last}; correct it",
+                "source",
+                largest,
+            )
 
     def _check_lengths(self) -> None:
         """Refuse prompts that are too long for the model, before any is run.

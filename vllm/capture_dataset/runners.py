@@ -260,6 +260,7 @@ def _facts_of(llm: "LLM") -> ModelFacts:
         max_model_len=model.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
         other_widths=status["other_widths"],
+        last_token=max(llm.get_tokenizer().max_token_id, model.get_vocab_size() - 1),
         hook_points={
             int(layer): tuple(points) for layer, points in status["hook_points"].items()
         },

@@ -9,9 +9,10 @@ loaded.
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from vllm.v1.capture.errors import fail
 
@@ -20,6 +21,17 @@ PROMPT_COLUMNS = ("prompt", "text", "messages", "conversations")
 
 Record = tuple[str, Mapping[str, Any]]
 """The record's place, such as `line 7`, and its columns."""
+
+Kind: TypeAlias = type[int] | type[float] | type[str] | None
+"""What the fields of a CSV column are; None if all are empty."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+# Other digits are names, such as 007, or would lose some as numbers.
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_DECIMAL = re.compile(
+    r"-?(0|[1-9][0-9]*)(\.[0-9]+([eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)|nan|-?inf"
+)
 
 
 def records(path: Path, split: str | None = None) -> Iterator[Record]:
@@ -66,6 +78,11 @@ def _json_lines(path: Path) -> Iterator[Record]:
         if not isinstance(values, dict):
             message = f"line {number} is neither an object nor a text"
             raise _bad(path, f'{message}; write {{"prompt": ...}} or "..."', line)
+        if "\\ud" in line.lower():  # Or a character that is written as a pair.
+            half = _SURROGATE.search(json.dumps(values, ensure_ascii=False))
+            if half is not None:
+                message = f"line {number} has {half[0]!a}, half of a character"
+                raise _bad(path, f"{message}; remove it", line)
         yield f"line {number}", values
 
 
@@ -88,12 +105,27 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _separated(path: Path) -> Iterator[Record]:
+    """Yield rows; a column whose fields are all numbers, or empty, has numbers."""
+    kinds: dict[str, Kind] = {}
+    for _, fields in _fields(path):
+        for name, text in fields.items():
+            kinds[name] = _kind(text, kinds.get(name))
+    for where, fields in _fields(path):
+        yield where, {name: _field(fields[name], kinds[name]) for name in fields}
+
+
+def _fields(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the rows as texts."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     # Line ends within quotes belong to a field, so the csv module must read the file.
     with path.open(encoding="utf-8-sig", newline="") as opened:
         reader = csv.reader(opened, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
+            twice = [name for name in header if header.count(name) > 1]
+            if twice:
+                message = f"line 1 names {twice[0]!r} more than once; rename a column"
+                raise _bad(path, message, header)
             for values in reader:
                 where = f"line {reader.line_num}"
                 if not values:
@@ -103,22 +135,25 @@ def _separated(path: Path) -> Iterator[Record]:
                         f"{where} has {len(values)} fields, the first {len(header)}"
                     )
                     raise _bad(path, f"{message}; correct it or quote it", values)
-                yield where, dict(zip(header, map(_number, values)))
+                yield where, dict(zip(header, values))
         except (csv.Error, UnicodeDecodeError) as error:
             message = f"line {reader.line_num + 1} cannot be read: {error}; correct it"
             raise _bad(path, message, None) from None
 
 
-def _number(text: str) -> str | int | float:
-    """A field as a number if it is written as one, else as text."""
-    for kind in (int, float):
-        try:
-            value = kind(text)
-        except ValueError:
-            continue
-        if str(value) == text:
-            return value
-    return text
+def _kind(text: str, known: Kind) -> Kind:
+    """The kind of a column with one more field."""
+    if known is str or not text:
+        return known
+    if _INTEGER.fullmatch(text):
+        return known or int
+    return float if _DECIMAL.fullmatch(text) else str
+
+
+def _field(text: str, kind: Kind) -> str | int | float | None:
+    if kind is None or kind is str:
+        return text
+    return kind(text) if text else None
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -132,9 +167,9 @@ def _parquet(path: Path) -> Iterator[Record]:
                 for values in batch.to_pylist():
                     yield f"row {number}", values
                     number += 1
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, OSError) as error:
         raise _bad(
-            path, f"it is not a Parquet file: {error}; write it again", None
+            path, f"it cannot be read as Parquet: {error}; write it again", None
         ) from None
 
 

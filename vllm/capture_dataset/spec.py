@@ -108,10 +108,13 @@ class ModelFacts:
     hook_points: dict[int, tuple[str, ...]] = field(default_factory=dict)
     other_widths: dict[str, int] = field(default_factory=dict)
     """Numbers per row of the points `HOOK.LAYER` that are not as wide as the stream."""
+    last_token: int | None = None
+    """The largest token id; None if only the server knows it."""
 
     def as_dict(self) -> dict[str, Any]:
         """The model's entry in the manifest."""
         facts = asdict(self)
         facts.pop("hook_points")
         facts.pop("other_widths")
+        facts.pop("last_token")
         return facts

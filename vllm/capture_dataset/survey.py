@@ -47,6 +47,8 @@ class Survey:
     """Bytes of the longest text prompt; at least its number of tokens, except for
     chats."""
     has_chats: bool = False
+    largest_id: tuple[int, str] = (0, "")
+    """The largest token id of prompts that are ids, and its place."""
     _superseded: set[int] = field(default_factory=set)
 
     @classmethod
@@ -63,7 +65,7 @@ class Survey:
         pending: list[tuple[Any, ...]] = []
         for entry in found._entries():
             found._take_id(entry, seen)
-            found._measure(entry.prompt)
+            found._measure(entry.prompt, entry.where)
             pending.append(entry.carried)
             if len(pending) == _TYPED_AT_ONCE:
                 found._take_types(pending, entry.where)
@@ -117,11 +119,12 @@ class Survey:
             self._superseded.add(earlier)
         seen[entry.prompt_id] = entry.sample
 
-    def _measure(self, prompt: str | list[Any]) -> None:
+    def _measure(self, prompt: str | list[Any], where: str) -> None:
         if isinstance(prompt, str) and not self.spec.chat:
             self.longest_bytes = max(self.longest_bytes, len(prompt.encode()))
         elif not isinstance(prompt, str) and isinstance(prompt[0], int):
             self.longest_bytes = max(self.longest_bytes, len(prompt))
+            self.largest_id = max(self.largest_id, (max(prompt), where))
         else:
             self.has_chats = True
 
@@ -131,11 +134,11 @@ class Survey:
             known = self.carried.get(name, pa.null())
             try:
                 kind = _united(known, pa.array(values).type) if values else known
-            except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            except (pa.ArrowException, OverflowError) as error:
                 raise _bad(
                     self.spec,
-                    f"values of the carried column {name!r} up to {where} are of "
-                    f"several kinds ({error}); use one kind, or leave it out",
+                    f"values of the carried column {name!r} up to {where} have "
+                    f"no common type ({error}); use one kind, or leave it out",
                     name,
                 ) from None
             self.carried[name] = kind
@@ -169,7 +172,7 @@ def _prompt(spec: SourceSpec, raw: Any, where: str) -> str | list[Any]:
     good = isinstance(raw, str) or (
         isinstance(raw, list)
         and (
-            set(map(type, raw)) <= {int}  # Not bool.
+            (set(map(type, raw)) <= {int} and min(raw, default=0) >= 0)  # Not bool.
             or all(isinstance(part, dict) and "role" in part for part in raw)
         )
     )
