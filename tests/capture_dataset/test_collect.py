@@ -2,12 +2,16 @@
 """A data set holds each row once, however the runs that collect it end."""
 
 import json
+import pickle
 import random
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -30,6 +34,7 @@ from vllm.capture_dataset.progress import Progress, parse_bytes
 from vllm.capture_dataset.prompts import Prompt, TokenText
 from vllm.capture_dataset.shards import MAX_PROMPTS, groups
 from vllm.capture_dataset.survey import Entry
+from vllm.capture_dataset.table import Captured
 from vllm.v1.capture.errors import CaptureValidationError
 
 READABLE = [name for name in WRITERS if name != "saelens"]
@@ -159,6 +164,60 @@ def test_views_are_padded_and_statistics_are_over_everything(
     assert float(alike[0, 1]) == pytest.approx(float(pair.mean()), abs=1e-5)
     with pytest.raises(KeyError, match="layer 2"):
         data.layer(2)
+
+
+class Keeping(FakeRunner):
+    """Keeps no rows of every third prompt."""
+
+    def run(self, *arguments: Any) -> Iterator[Captured]:
+        for item in super().run(*arguments):
+            if item.prompt.entry.sample % 3:
+                yield item
+                continue
+            rows = {tap: values[:0] for tap, values in item.rows.items()}
+            yield replace(item, rows=rows, positions=[])
+
+
+def test_samples_without_rows_have_no_place_in_a_view(
+    source: Path, tmp_path: Path
+) -> None:
+    collected(source, tmp_path / "out", Keeping())
+    data = load_dataset(tmp_path / "out")
+    kept = [number for number in range(23) if number % 3]
+    assert data.samples.column("sample").to_pylist() == kept
+    view = data.layer(3)
+    assert len(data) == len(view) == view.shape[0] == len(kept)
+    assert [int(view[i][0, 0]) for i in range(len(view))] == kept
+    assert view.means()[:, 0].tolist() == kept
+    ids, cosines = data.sample_cosines(3)
+    assert cosines.shape == (len(ids), len(kept)) and len(ids) == len(kept)
+
+
+def test_a_view_takes_what_arrays_take_and_goes_to_other_processes(
+    source: Path, tmp_path: Path
+) -> None:
+    collected(source, tmp_path / "out")
+    view = load_dataset(tmp_path / "out").layer(3)
+    for index in (np.int64(4), torch.tensor(4), np.arange(23)[4]):
+        assert torch.equal(view[index], view[4])
+    mask = np.arange(23) % 5 == 2
+    assert torch.equal(view[mask], view[[2, 7, 12, 17, 22]])
+    assert torch.equal(view[torch.tensor(mask)], view[mask])
+    assert view[mask[:0].astype(int)].shape == (0, 0, WIDTH)
+    with pytest.raises(IndexError, match="mask.*of 23 samples"):
+        view[mask[:5]]
+    same = pickle.loads(pickle.dumps(view))
+    assert torch.equal(same.to_torch(), view.to_torch()) and len(same) == 23
+
+
+def test_a_token_id_that_the_model_lacks_is_refused_before_anything_runs(
+    tmp_path: Path,
+) -> None:
+    path, runner = tmp_path / "in.jsonl", FakeRunner()
+    path.write_text('{"name": 1, "label": 1, "prompt": [5, 1300]}\n')
+    runner.model = replace(runner.model, last_token=1279)
+    with pytest.raises(CaptureValidationError, match="line 1 .* id 1300.* to 1279"):
+        planned(path, tmp_path / "out", runner)
 
 
 def test_a_folder_of_another_data_set_is_refused(source: Path, tmp_path: Path) -> None:

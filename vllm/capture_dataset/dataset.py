@@ -117,6 +117,10 @@ def _rows_of(values: Any, width: int) -> torch.Tensor:
     )
 
 
+_OF_MANIFEST = ("folder", "manifest", "facts", "taps")
+"""Attributes of a data set that are read from its manifest."""
+
+
 def load_dataset(folder: str | Path) -> "CaptureDataset":
     """Open a data set of `vllm capture`; only the manifest is read.
 
@@ -151,8 +155,12 @@ class CaptureDataset:
         ]
 
     def __len__(self) -> int:
-        """Number of samples."""
-        return sum(shard.num_prompts for shard in self.manifest.shards)
+        """Number of samples that have rows."""
+        return len(self._starts) - 1 if self.manifest.shards else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs; it opens the files itself."""
+        return {name: vars(self)[name] for name in _OF_MANIFEST}
 
     @cached_property
     def readouts(self) -> dict[str, ReadoutColumn]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of one layer of a data set, read lazily."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import pyarrow as pa
@@ -46,18 +47,21 @@ class LayerView:
         width: int = self._dataset.facts["model"]["hidden_size"]
         return width
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice | Sequence[int]) -> torch.Tensor: ...
-    def __getitem__(self, index: int | slice | Sequence[int]) -> torch.Tensor:
-        """A sample's `[position, hidden]`, or several `[sample, position, hidden]`."""
-        if isinstance(index, int):
-            return self._rows(*self._span(index))
-        chosen = range(len(self))[index] if isinstance(index, slice) else index
-        return self.padded(chosen)[0]
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A sample's `[position, hidden]`, or several `[sample, position, hidden]`.
 
-    def _span(self, index: int) -> tuple[int, int]:
+        Args:
+            index: a number, a slice, numbers, or a mask `[samples]`.
+
+        """
+        if isinstance(index, slice):
+            return self.padded(range(len(self))[index])[0]
+        if np.ndim(index) == 0:
+            return self._rows(*self._span(index))
+        return self.padded(index)[0]
+
+    def _span(self, index: SupportsIndex) -> tuple[int, int]:
+        index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         starts, index = self._dataset._starts, index % len(self)
@@ -70,15 +74,20 @@ class LayerView:
         found: list[int] = column.slice(start, stop - start).to_pylist()
         return found
 
-    def padded(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Several samples in one padded tensor.
+    def padded(self, indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Several samples, given by numbers or a mask, in one padded tensor.
 
         Returns:
             Rows `[sample, position, hidden]`, zero where a sample has fewer rows, and a
             mask `[sample, position]` of actual rows.
 
         """
-        found = [self[int(index)] for index in indices]
+        chosen = np.asarray(indices)
+        if chosen.dtype == bool:
+            if chosen.shape != (len(self),):
+                raise IndexError(f"a mask {chosen.shape} of {len(self)} samples")
+            chosen = np.flatnonzero(chosen)
+        found = [self[index] for index in chosen]
         if not found:
             return torch.empty(0, 0, self._width), torch.empty(0, 0, dtype=torch.bool)
         most = max(map(len, found))
