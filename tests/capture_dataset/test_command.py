@@ -89,8 +89,10 @@ def test_options_choose_prompts_rows_and_types(call: Call, tmp_path: Path) -> No
     words = [source, "--model", MODEL, "--out", out, "--id", "key", "--layers", "0-2,5"]
     assert "line 10 repeats the id 'k0'" in call(*words, status=1)
     words += ["--on-repeated-id", "replace", "--truncate", 5, "--values-dtype"]
-    words += ["float16", "--hook", "pre_attn,post_attn", "--positions", "[0,6]"]
-    words += ["--layers", "1", "--carry", "label", "--carry", "text"]  # None is lost.
+    words += ["float16", "--hook", "pre_attn,post_attn,resid_pre"]
+    words += ["--positions", "[0,6]", "--layers", "1"]
+    # None is lost, or there twice.
+    words += ["--carry", "label,label", "--carry", "text"]
     call(*words, "--max-tokens", 3, "--compression", "zstd")
     data = load_dataset(out)
     assert len(data) == 9 and len(data.taps) == 8
@@ -208,6 +210,10 @@ def test_a_model_that_cannot_be_loaded_is_told_without_a_traceback(
         (
             ["{source}", "--model", "m", "--out", "o", "--positions", "al"],
             "positions must",
+        ),
+        (
+            ["{source}", "--model", "m", "--out", "o", "--positions", "all_generated"],
+            "give a larger --max-tokens",
         ),
         (["{source}", "--model", "m", "--out", "o", "--column", "y"], "no column 'y'"),
         (["{source}", "--model", "m", "--out", "o", "--limit", "0"], "at least 1"),

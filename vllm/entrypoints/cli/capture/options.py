@@ -260,6 +260,13 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
             option = f"--{name.replace('_', '-')}"
             raise fail(f"{name}: {option} must be at least 1", name, value)
     parse_positions(args.positions, "positions", fail)
+    if args.positions == "all_generated" and args.max_tokens == 1:
+        raise fail(
+            "positions: the last generated token has no row, so all_generated selects "
+            "none with --max-tokens 1; give a larger --max-tokens",
+            "positions",
+            args.positions,
+        )
     _resolve_hooks(args)
     if (args.model is None) == (args.server is None):
         raise fail(
@@ -280,6 +287,7 @@ def specs_of(args: argparse.Namespace) -> tuple[SourceSpec, RowsSpec, OutputSpec
         SourceSpec,
         args,
         path=args.source,
+        carry=tuple(dict.fromkeys(args.carry)),
         id_column=args.id,
         replace_repeated=replaces,
     )
@@ -328,7 +336,7 @@ def _resolve_hooks(args: argparse.Namespace) -> None:
             args.hook,
         )
     if not taps:
-        args.hook = tuple(str(hook_name(name)) for name in names)
+        args.hook = tuple(dict.fromkeys(str(hook_name(name)) for name in names))
         return
     layers, hooks = ({tap[i] for tap in taps} for i in (0, 1))
     if names or args.layers is not None or len(taps) != len(layers) * len(hooks):
