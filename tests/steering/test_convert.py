@@ -61,6 +61,25 @@ def test_any_chain_of_forms_keeps_the_vectors(
         assert (said.model, said.origin, said.hidden_size) == ("m", "by hand", 5)
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".json", ".pt", ".npz"])
+def test_vectors_inside_the_block_have_widths_of_their_own(
+    tmp_path: Path, suffix: str
+) -> None:
+    made = Provenance(model="m", hidden_size=4)
+    wide = {(1, "mlp_act"): np.ones(6), (2, "mlp_act"): np.arange(6.0)}
+    inside = vector_set({**wide, (1, "k"): [2.0, 3.0]}, made)
+    assert inside.provenance.hidden_size == 4 and inside.width is None
+    both = vector_set({**inside.vectors, (1, "post_block"): np.ones(4)}, made)
+    for vectors in (inside, both):
+        write_vectors(tmp_path / f"in{suffix}", vectors)
+        found = read_vectors(tmp_path / f"in{suffix}")
+        assert same(found, vectors)
+    doubled = read_vectors(tmp_path / f"in{suffix}?hook=k&scale=2")
+    assert doubled.vectors[1, "k"].tolist() == [4.0, 6.0]
+    with pytest.raises(SteeringValidationError, match="4 numbers"):
+        vector_set({(1, "post_block"): np.ones(4), (2, "post_block"): np.ones(5)})
+
+
 def one(layer: int = 2) -> VectorSet:
     return vector_set({(layer, "post_block"): [3.0, 4.0]}, SAID)
 

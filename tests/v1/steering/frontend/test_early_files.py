@@ -44,6 +44,9 @@ def arguments(path: str) -> Any:
         ({"vectors": {"post_block": {"2": [1.0] * 5}}}, "4 numbers"),
         ({"vectors": {"middle": {"2": [1.0] * 4}}}, "middle"),
         ({"vectors": {"post_block": {"2": [1e39] * 4}}}, "finite"),
+        ({"vectors": {"blocks.2.attn.hook_k": [1.0] * 3}}, ""),  # Unknown yet.
+        ({"vectors": {"z": {"2": {"vector": [1.0], "heads": [0]}}}}, ""),
+        ({"vectors": 3}, "vectors"),
         ({"other": {}}, "keys"),
         ({"vectors": {"post_block": {"2": [OUT] * 9}}}, "allows 8"),
         ({"decode_vectors": {"post_block": {"2": OUT | {"positions": [-1]}}}}, "end"),

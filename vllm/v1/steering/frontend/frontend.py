@@ -4,6 +4,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.residual.before_fork import end_openmp_threads
@@ -22,7 +23,7 @@ from vllm.v1.steering.frontend.modules import Module, SteeringModules
 from vllm.v1.steering.global_vectors import SharedVectors
 from vllm.v1.steering.plan import SteeringTiers
 from vllm.v1.steering.spec.describe import describe, describe_applied
-from vllm.v1.steering.spec.files import read_module
+from vllm.v1.steering.spec.files import inner_point, read_module
 from vllm.v1.steering.spec.matrix import check_no_whole_prompt
 from vllm.v1.steering.spec.named import NamedFiles
 from vllm.v1.steering.spec.parse import HOOKS, SteeredModel
@@ -75,6 +76,9 @@ def check_files(
     for name, path in config.modules.items():
         with about_module(name, path):
             module = read_module(path)
+            parts = [v for v in module.vectors.values() if isinstance(v, Mapping)]
+            if any(map(inner_point, chain(*parts))):
+                continue  # Only the loaded model knows how wide rows are there.
             parsed = admission.parse_named(module.vectors)
             module.provenance.check_norms(norms_of(parsed), Source(path))
             admission.checked(parsed)

@@ -221,11 +221,15 @@ class Entry:
         return self.main if self.main.ndim == 1 else self.main[0]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether this is a plain addition at every token, which tables perform."""
+    def only_adds(self) -> bool:
+        """Whether this is an addition of one vector at every token."""
         other = self.norm_match or self.rows or self.details.when is not None
-        other = other or self.tap[1] in INNER_POINTS
         return self.op == "add" and self.positions is None and not other
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tables perform this: a plain addition to the stream."""
+        return self.only_adds and self.tap[1] not in INNER_POINTS
 
     def scaled(self, model: "SteeredModel", at: str) -> Array:
         """The vector or rows times the scale.

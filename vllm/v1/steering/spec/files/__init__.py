@@ -7,7 +7,7 @@ to its name, as in `FILE?hook=post_block&layer=15`.
 
 from vllm.v1.steering.spec.files.own import FORMAT, ModuleFile, save_module
 from vllm.v1.steering.spec.files.read import read_module, read_vectors
-from vllm.v1.steering.spec.files.vectors import VectorSet, vector_set
+from vllm.v1.steering.spec.files.vectors import VectorSet, inner_point, vector_set
 from vllm.v1.steering.spec.reading import Reading
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "ModuleFile",
     "Reading",
     "VectorSet",
+    "inner_point",
     "read_module",
     "read_vectors",
     "save_module",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm.v1.residual.tap import Tap
+from vllm.v1.residual.tap import INNER_POINTS, Tap, hook_name, parse_address
 from vllm.v1.steering.errors import fail
 from vllm.v1.steering.plan import Vector
 from vllm.v1.steering.spec.files.own import ModuleFile, save_module
@@ -26,9 +26,12 @@ class VectorSet:
     provenance: Provenance = field(default_factory=Provenance)
 
     @property
-    def width(self) -> int:
-        """The hidden size."""
-        return len(next(iter(self.vectors.values())))
+    def width(self) -> int | None:
+        """The hidden size; None if no vector acts on the stream itself."""
+        widths = (
+            len(v) for tap, v in self.vectors.items() if tap[1] not in INNER_POINTS
+        )
+        return next(widths, None)
 
     @property
     def taps(self) -> list[Tap]:
@@ -98,11 +101,14 @@ class VectorSet:
 def vector_set(
     vectors: Mapping[Tap, Any], provenance: Provenance | None = None, source: str = ""
 ) -> VectorSet:
-    """Build a `VectorSet` and check that all vectors are finite and of one width.
+    """Build a `VectorSet` and check that all vectors are finite.
+
+    Those of the stream must have one width; at points inside a block, the rows of each
+    hook point.
 
     Args:
         vectors: a list, an array or a tensor by `(layer, hook)`; at least one.
-        provenance: copied with `hidden_size` set to the vectors' width.
+        provenance: copied with `hidden_size` set to the width of the stream's vectors.
         source: where the vectors come from, for error messages.
 
     Raises:
@@ -111,16 +117,15 @@ def vector_set(
     """
     if not vectors:
         raise fail(f"{source}: there are no vectors", "vectors", [])
-    first = next(iter(vectors.values()))
-    width = int(np.prod(np.shape(first)))
-    points = {layer: HOOKS for layer, _ in vectors}
-    model = SteeredModel(points, width, torch.float32)
     spec: dict[str, dict[int, Any]] = {}
     for (layer, hook), vector in vectors.items():
         spec.setdefault(hook, {})[layer] = vector
+    model = _model_of(spec)
     entries = parse_vectors(spec, model, source).entries
-    said = replace(provenance or Provenance(), hidden_size=width)
-    return VectorSet({one.tap: one.scaled(model, source) for one in entries}, said)
+    said = provenance or Provenance()
+    made = VectorSet({one.tap: one.scaled(model, source) for one in entries}, said)
+    said = replace(said, hidden_size=made.width or said.hidden_size)
+    return replace(made, provenance=said)
 
 
 def additions_of(module: ModuleFile, path: str | Path) -> VectorSet:
@@ -140,20 +145,50 @@ def additions_of(module: ModuleFile, path: str | Path) -> VectorSet:
     spec = module.vectors["vectors"]
     if not isinstance(spec, Mapping):
         raise fail(f"path: {str(path)!r}: vectors must be an object", "path", spec)
-    width = module.provenance.hidden_size or _first_width(spec)
-    every = {layer: HOOKS for layer in range(_MOST_LAYERS)}
-    model = SteeredModel(every, width, torch.float32)
+    model = _model_of(spec, module.provenance.hidden_size)
     parsed = parse_vectors(spec, model, str(path))
     module.provenance.check_norms(norms_of({"base": parsed}), Source(str(path)))
-    if parsed.operations or parsed.generated is not None:
-        first = parsed.operations[0].op if parsed.operations else "all_generated"
+    others = [one.op for one in parsed.entries if not one.only_adds]
+    if others or parsed.generated is not None:
+        first = others[0] if others else "all_generated"
         raise fail(
             f"path: {str(path)!r} has operations other than adding a vector to all "
             f"tokens ({first}); only additions can be used here",
             "path",
             first,
         )
-    return VectorSet(parsed.vectors, replace(module.provenance, hidden_size=width))
+    sums: dict[Tap, Vector] = {}
+    for one in parsed.entries:
+        vector = one.scaled(model, str(path))
+        sums[one.tap] = sums[one.tap] + vector if one.tap in sums else vector
+    return vector_set(sums, module.provenance, str(path))
+
+
+def inner_point(name: Any) -> str | None:
+    """The hook point inside a block that a key of vectors names, if it is one."""
+    tap = parse_address(name) if isinstance(name, str) else None
+    hook = tap[1] if tap is not None else hook_name(name)
+    return hook if hook in INNER_POINTS else None
+
+
+def _model_of(spec: Mapping[str, Any], hidden_size: int | None = None) -> SteeredModel:
+    """A model that vectors fit if those of the stream have one width.
+
+    Args:
+        spec: `{hook: {layer: entry}}`, not checked.
+        hidden_size: that of the stream, if known; by default that of the first vector.
+
+    """
+    inner: dict[str, tuple[int, int]] = {}
+    for name, given in spec.items():
+        hook = inner_point(name)
+        if hook is not None:
+            inner[hook] = (_first_width(given), 0)
+        elif hidden_size is None:
+            hidden_size = _first_width(given)
+    every = {layer: HOOKS for layer in range(_MOST_LAYERS)}
+    shapes = {layer: inner for layer in every}
+    return SteeredModel(every, hidden_size or 0, torch.float32, shapes=shapes)
 
 
 _MOST_LAYERS = 4096
