@@ -32,6 +32,20 @@ def test_prompts_are_lines_or_json(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path / "p.jsonl", ["one", CHAT])) == ["one", CHAT]
 
 
+def test_only_line_feeds_end_a_line_and_a_mark_of_utf_8_is_no_text(
+    tmp_path: Path,
+) -> None:
+    text = "one\u2028\x0c\x85 two"
+    (tmp_path / "p.txt").write_text(f"\ufeff{text}\r\nthree\n")
+    assert read_prompts(tmp_path / "p.txt") == [text, "three"]
+    line = json.dumps({"positive": text, "negative": "no"}, ensure_ascii=False)
+    (tmp_path / "p.jsonl").write_text(f"\ufeff{line}\n\n{{\n")
+    with pytest.raises(SteeringValidationError, match="line 3 of .*not JSON"):
+        read_pairs(tmp_path / "p.jsonl")
+    (tmp_path / "p.jsonl").write_text(f"\ufeff{line}\n")
+    assert read_pairs(tmp_path / "p.jsonl") == [Pair(text, "no")]
+
+
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
@@ -53,7 +67,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SteeringValidationError, match="cannot be read"):
         read_pairs(tmp_path / "missing.jsonl")
     (tmp_path / "bad.jsonl").write_text("{")
-    with pytest.raises(SteeringValidationError, match="not JSON Lines"):
+    with pytest.raises(SteeringValidationError, match="line 1 .*not JSON"):
         read_pairs(tmp_path / "bad.jsonl")
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(SteeringValidationError, match="empty"):

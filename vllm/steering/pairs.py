@@ -69,7 +69,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     if Path(path).suffix in (".json", ".jsonl"):
         entries = entries_of(path)
         return [prompt_of(entry, path, i) for i, entry in enumerate(entries, start=1)]
-    lines = [line for line in _text(path).splitlines() if line.strip()]
+    lines = [line for _, line in _lines(path)]
     if not lines:
         raise fail(f"prompts: {str(path)!r} is empty", "prompts", str(path))
     return list(lines)
@@ -83,23 +83,34 @@ def entries_of(path: str | Path) -> list[Any]:
 
     """
     text = _text(path)
-    try:
-        if text.lstrip().startswith("[") and Path(path).suffix != ".jsonl":
-            entries = json.loads(text)
-        else:
-            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise fail(
-            f"path: {str(path)!r} is not JSON Lines: {error}", "path", str(path)
-        ) from None
+    is_list = text.lstrip().startswith("[") and Path(path).suffix != ".jsonl"
+    parts = [(1, text)] if is_list else _lines(path)
+    entries: list[Any] = []
+    for number, part in parts:
+        try:
+            entries.append(json.loads(part))
+        except ValueError as error:
+            where = "" if is_list else f"line {number} of "
+            raise fail(
+                f"path: {where}{str(path)!r} is not JSON: {error}; correct it",
+                "path",
+                str(path),
+            ) from None
+    entries = entries[0] if is_list else entries
     if not entries:
         raise fail(f"path: {str(path)!r} has no entries", "path", str(path))
     return list(entries)
 
 
+def _lines(path: str | Path) -> list[tuple[int, str]]:
+    """Lines that are not blank, with their numbers; only line feeds end them."""
+    lines = enumerate(_text(path).split("\n"), start=1)
+    return [(number, line) for number, line in lines if line.strip()]
+
+
 def _text(path: str | Path) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise fail(
             f"path: {str(path)!r} cannot be read: {error}", "path", str(path)
