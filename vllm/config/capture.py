@@ -229,8 +229,20 @@ class CaptureConfig:
 
         Staging memory holds two steps, and with readouts a third, whose rows do not
         leave the device.
+
+        Raises:
+            ValueError: not even one row.
+
         """
-        return self.staging_bytes // row_bytes // (3 if self.readouts else 2)
+        steps = 3 if self.readouts else 2
+        rows = self.staging_bytes // row_bytes // steps
+        if not rows:
+            raise ValueError(
+                f"--capture-staging-bytes {self.staging_bytes} has no room for a row "
+                f"of {row_bytes} bytes in each of {steps} steps; give at least "
+                f"{steps * row_bytes}, or leave it out"
+            )
+        return rows
 
     def compute_hash(self) -> str:
         """Hash of what changes the compiled graph: the taps, and staging memory's size.

@@ -62,7 +62,14 @@ def test_on_a_gpu_whole_steps_have_room_within_a_share_of_its_memory(
 
 def test_staging_of_a_named_size_has_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch, 80)
-    assert configured("--capture-staging-bytes", "1000").staging_bytes == 1000
+    assert configured("--capture-staging-bytes", "9000").staging_bytes == 9000
+
+
+def test_staging_of_less_than_a_row_is_refused() -> None:
+    given = ("--capture-consumers", "inline", "--capture-staging-bytes")
+    with pytest.raises(ValueError, match="of 4096 bytes.*give at least 8192"):
+        configured(*given, "8191")
+    assert configured(*given, "8192").rows_per_step(4096) == 1
 
 
 def test_without_a_gpu_staging_memory_is_small() -> None:

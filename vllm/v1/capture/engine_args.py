@@ -163,6 +163,7 @@ def capture_config(
             parameter="capture_consumers",
             value=[entry.instance_name for entry in config.consumers],
         )
+    _check_room(config, model_config)
     for consumer in config.consumers:
         check_params(consumer)
     _check_graphsafe_keys(config.graphsafe_keys, model_config)
@@ -229,6 +230,12 @@ def _check_store(config: CaptureConfig) -> None:
                 parameter="activation_store_path",
                 value=config.store_path,
             ) from error
+
+
+def _check_room(config: CaptureConfig, model_config: "ModelConfig") -> None:
+    """Refuse staging memory that has no room for a row of the stream."""
+    if config.enabled:
+        config.rows_per_step(row_bytes(model_config))
 
 
 def _optional_points(args: "EngineArgs") -> list[str]:
