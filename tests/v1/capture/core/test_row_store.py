@@ -124,3 +124,19 @@ def test_what_readouts_read_is_not_reused() -> None:
     assert [own.groups[group].taps for _, group, _ in kept.places] == [
         ((0, "post_block"),)
     ] * 2
+
+
+def test_rows_under_changed_vectors_are_not_stored_under_the_hash_before() -> None:
+    store, one = RowStore(SIZE, TAPS.__getitem__, 1000), request("r", "abcdefghijkl")
+    store.add_request(one, plan("abcdefghijkl", 0, {0}))
+    store.begin(one, 0)
+    store.scheduled("r", 4)
+    store.new_step()
+    one.block_hashes[1:] = ["changed", "too"]
+    store.scheduled("r", 12)
+    store.free("r")
+    dropped = [one for one in store.take_changes() if isinstance(one, MoveRows)]
+    assert len(dropped) == 2
+    other = request("x", "abcdefghijkl")
+    store.add_request(other, plan("abcdefghijkl", 0, {0}))
+    assert store.reusable(other, 11) == 4

@@ -57,6 +57,7 @@ class Stored:
 class Captured:
     """A request whose rows may come from the store."""
 
+    request: "Request"
     first: int
     """The lowest captured position of the prompt."""
     most: int
@@ -127,6 +128,7 @@ class RowStore:
         read = {} if plan.readouts is None else plan.readouts.staged
         starts = [spans[0][0] for spans in read.values() if spans]
         self._requests[request.request_id] = Captured(
+            request,
             first,
             min([start for start in starts if start < prompt], default=OPEN_END),
             prompt // self._size,
@@ -266,11 +268,20 @@ class RowStore:
                 del self._computing[request_id]
 
     def _settle(self, known: Captured) -> None:
+        hashes = known.request.block_hashes
         while known.coming and known.coming[0][0] <= known.reached:
-            _, stored = known.coming.popleft()
+            stop, stored = known.coming.popleft()
+            if hashes[stop // self._size - 1] != stored.block:
+                self._forgo(stored)  # Vectors or weights have changed meanwhile.
+                continue
             stored.ready = True
             self._order[0][stored.number] = stored
             known.computed.append(stored)
+
+    def _forgo(self, stored: Stored) -> None:
+        """Drop what is not ready."""
+        self._used[0] -= stored.num_bytes
+        self._drop(stored)
 
     def free(self, request_id: str) -> None:
         """Forget a request that has finished; what it has not computed is dropped."""
@@ -283,8 +294,7 @@ class RowStore:
             if stored.number in self._order[0]:
                 self._order[0].move_to_end(stored.number)
         for _, stored in known.coming:
-            self._used[0] -= stored.num_bytes
-            self._drop(stored)
+            self._forgo(stored)
 
     def take_changes(self) -> list[StoreChange]:
         """Return and clear what the workers have to do with the next step."""
