@@ -49,6 +49,21 @@ def test_preempted_requests_have_each_row_once(
         engine.check(output, range(99), tolerance=BF16)
 
 
+def test_rows_of_cached_blocks_come_from_the_activation_store(
+    llama: Path, reference: Reference, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(llama, reference=reference, activation_store_gb=0.2)
+    prompts = [prompt(700 + 10 * i, seed=60 + i) for i in range(6)]
+    params = asking("all", max_tokens=8, **QUIET)
+    first, second = (engine.run(prompts, params) for _ in range(2))
+    for one, again in zip(first, second, strict=True):
+        engine.check(again, tolerance=BF16)
+        cached, whole = again.num_cached_tokens, engine.rows(one)
+        assert cached is not None and cached >= 640
+        for tap, rows in engine.rows(again).items():
+            assert rows[:cached].equal(whole[tap][:cached]), tap
+
+
 def test_rejected_drafts_leave_no_row(
     llama: Path, reference: Reference, open_engine: OpenEngine
 ) -> None:
