@@ -225,6 +225,16 @@ def test_memory_is_bounded_while_rows_spill(tmp_path: Path) -> None:
     traffic.lane.close(WAIT)
 
 
+def test_the_place_of_released_rows_is_used_again(tmp_path: Path) -> None:
+    files, rows = RowFiles(tmp_path), torch.zeros(2, 4)
+    (kept,) = files.write([rows + 100])
+    for number in range(50):
+        (last,) = files.write([rows + number])
+        assert torch.equal(*last.blocks(1000), rows + number)
+    assert files.used_bytes <= 3 * rows.nbytes
+    assert torch.equal(*kept.blocks(1000), rows + 100)
+
+
 def test_no_row_goes_to_a_file_that_is_being_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

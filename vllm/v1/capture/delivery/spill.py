@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spilling of rows to disk.
 
-Rows are appended to unnamed temporary files, so nothing is left behind however the
-process ends. A file is closed as soon as its last rows have been released.
+Rows are written to unnamed temporary files, so nothing is left behind however the
+process ends. The place of rows that have been released is used again, and a file is
+closed as soon as its last rows have been.
 """
 
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from msgspec.structs import replace
 from vllm.logger import init_logger
 from vllm.v1.capture.delivery.row_bytes import raw_bytes, read_rows, write_all
 from vllm.v1.capture.groups import GroupChunk
+from vllm.v1.capture.memory.buffer_pool import Extents
 
 logger = init_logger(__name__)
 
@@ -38,10 +41,24 @@ class _Segment:
     """A file; closed when the last rows in it are gone."""
 
     file: IO[bytes]
+    extents: Extents
     size: int = 0
+    """Bytes of the file."""
+    released: deque[tuple[int, int]] = field(default_factory=deque)
+    """The places of rows, offset and bytes, that were released since; appended without
+    a lock, because a finalizer may run anywhere."""
+
+    def take(self, size: int) -> int | None:
+        """A place for `size` bytes; returns its offset, None if there is none."""
+        while self.released:
+            self.extents.give_back(*self.released.popleft())
+        start = self.extents.take(size)
+        if start is not None:
+            self.size = max(self.size, start + size)
+        return start
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SpilledRows:
     """A tensor `[num_rows, width]` on disk; its space is freed with this object."""
 
@@ -91,30 +108,35 @@ class RowFiles:
             OSError: the write failed; nothing is kept.
 
         """
+        found = []
         with self._lock:
-            segment = self._open_segment()
-            start = segment.size
-            segment.size += sum(rows.nbytes for rows in tensors)
+            segment, start = self._room_for(sum(rows.nbytes for rows in tensors))
+        offset = start
+        for rows in tensors:
+            num_rows, width = rows.shape
+            spilled = SpilledRows(num_rows, width, rows.dtype, segment, offset)
+            finalize(spilled, segment.released.append, (offset, rows.nbytes))
+            found.append(spilled)
+            offset += rows.nbytes
         # Outside of the lock: a hanging disk must not block other threads.
         file = segment.file.fileno()
         write_all(file, map(raw_bytes, tensors), CALL_BYTES, start)
-        found, offset = [], start
-        for rows in tensors:
-            num_rows, width = rows.shape
-            found.append(SpilledRows(num_rows, width, rows.dtype, segment, offset))
-            offset += rows.nbytes
         return found
 
-    def _open_segment(self) -> _Segment:
+    def _room_for(self, size: int) -> tuple[_Segment, int]:
         for segment in self._segments:
-            if segment.size < SEGMENT_BYTES:
-                return segment
-        segment = _Segment(_unnamed_file(self._folder))
+            start = segment.take(size)
+            if start is not None:
+                return segment, start
+        extents = Extents(max(size, SEGMENT_BYTES))
+        segment = _Segment(_unnamed_file(self._folder), extents)
         # Not in `__del__`, during which the set still has the segment: another thread
         # would write to a file that is being closed.
         finalize(segment, segment.file.close)
         self._segments.add(segment)
-        return segment
+        start = segment.take(size)
+        assert start is not None, "a new file has no room"
+        return segment, start
 
 
 def _unnamed_file(folder: Path) -> IO[bytes]:
