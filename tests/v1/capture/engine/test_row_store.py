@@ -99,6 +99,19 @@ def test_a_request_may_bypass_the_store(storing: CapturedEngine) -> None:
     assert cached(run(storing, tokens)) == 0, "it has stored nothing either"
 
 
+def test_what_resets_the_prefix_cache_empties_the_store(
+    storing: CapturedEngine,
+) -> None:
+    tokens = prompt(100, 509)
+    run(storing, tokens)
+    assert storing.llm.reset_prefix_cache()
+    run(storing, tokens, capture_cache=False)
+    output = run(storing, tokens)
+    assert cached(output) == 0
+    assert cached(run(storing, tokens)) == 96 * TAPS
+    storing.check(output)
+
+
 def test_what_readouts_read_is_computed(storing: CapturedEngine) -> None:
     tokens = prompt(100, 505)
     run(storing, tokens)

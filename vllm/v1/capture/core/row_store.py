@@ -296,6 +296,14 @@ class RowStore:
         for _, stored in known.coming:
             self._forgo(stored)
 
+    def clear(self) -> None:
+        """Drop all rows that are stored, as the prefix cache was reset."""
+        for tier, order in enumerate(self._order):
+            while order:
+                _, stored = order.popitem()
+                self._used[tier] -= stored.num_bytes
+                self._drop(stored)
+
     def take_changes(self) -> list[StoreChange]:
         """Return and clear what the workers have to do with the next step."""
         changes, self._changes = self._changes, []

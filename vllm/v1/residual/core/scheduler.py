@@ -131,6 +131,9 @@ class NoScheduling:
     def preempt(self, request: "Request") -> None:
         """Preempt a request, before its blocks are freed."""
 
+    def reset_cache(self) -> None:
+        """Note that the prefix cache was reset."""
+
     def continue_session(self, session: "Request") -> None:
         """Continue a session, before the blocks of the next part are hashed."""
 
@@ -273,6 +276,10 @@ class Scheduling(NoScheduling):
             self.capture.store.preempt(request.request_id)
         self.changed_streams.end(request)
         self.steering.preempted(request)
+
+    def reset_cache(self) -> None:
+        if self.capture.store is not None:
+            self.capture.store.clear()
 
     def continue_session(self, session: "Request") -> None:
         continue_session(session)

@@ -173,6 +173,15 @@ new_token_ids = self.residual.sampled(
         insert="self.residual.preempt(request)",
         why="It frees its slot for those ahead of it, and its blocks below.",
     ),
+    after(
+        scope="Scheduler.reset_prefix_cache",
+        anchor="reset_successful = self.kv_cache_manager.reset_prefix_cache()",
+        insert="""
+if reset_successful:
+    self.residual.reset_cache()
+""",
+        why="Weights may have changed by means that only the caller knows.",
+    ),
     first(
         scope="Scheduler._update_request_as_session",
         insert="self.residual.continue_session(session)",
