@@ -111,6 +111,47 @@ def test_rows_are_reused_in_the_step_after_the_one_that_computes_them() -> None:
     assert store.reusable(two, 9) == 8
 
 
+def test_rows_that_a_change_precedes_are_not_stored() -> None:
+    """A change of vectors or weights renames the blocks that are not computed yet."""
+    store, tokens = RowStore(SIZE, TAPS.__getitem__, 1000), "abcdefghij"
+    one, two = (request(name, tokens) for name in "xy")
+    for each in (one, two):
+        store.add_request(each, plan(tokens, 0, {0}))
+    store.begin(one, 0)
+    store.scheduled("x", 4)
+    store.new_step()
+    one.block_hashes[1] = "changed"
+    store.scheduled("x", 10)
+    store.new_step()
+    assert store.reusable(two, 9) == 4
+    two.block_hashes[1] = "changed"
+    assert store.reusable(two, 9) == 4
+    workers = Workers(1000, 0)
+    workers.change(store.take_changes(), {"x": plan(tokens, 0, {0})})
+    assert workers.bytes == {0: SIZE}
+
+
+def test_a_preempted_request_does_not_store_what_it_finds_cached() -> None:
+    store, tokens = RowStore(SIZE, TAPS.__getitem__, 1000), "abcdefghij"
+    few, more, last = (request(name, tokens) for name in "xyz")
+    for each, layers in ((few, {0}), (more, {0, 1}), (last, {0})):
+        store.add_request(each, plan(tokens, 0, layers))
+    store.begin(few, 0)
+    store.scheduled("x", 10)
+    store.preempt("x")
+    store.begin(more, 0)
+    store.scheduled("y", 10)
+    store.new_step()
+    store.take_changes()
+    for each in (few, last):  # The first one computes neither of the blocks.
+        store.begin(each, store.reusable(each, 9))
+        store.scheduled(each.request_id, 10)
+        store.new_step()
+        (load,) = store.take_changes()
+        assert isinstance(load, LoadRows)
+        assert [number for *_, number in load.places] == [3, 2]
+
+
 def test_what_readouts_read_is_not_reused() -> None:
     tokens = "abcdefghij"
     own = plan(tokens, 0, {0}, **{READOUTS: {(1, "post_block"): ((0, 10),)}})

@@ -134,23 +134,85 @@ def test_rows_that_wait_for_a_rule_are_computed(storing: CapturedEngine) -> None
         storing.check(output)
 
 
-def test_steered_blocks_have_rows_of_their_own(model: Path) -> None:
-    vector = {"post_attn": {1: [0.5] * 64}}
+@pytest.fixture(scope="module")
+def steered(model: Path) -> Iterator[CapturedEngine]:
+    """An engine with steering, which computes 48 tokens in a step."""
     engine = CapturedEngine(
-        model, activation_store_gb=1e-3, enable_steering=True, max_num_seqs=2
+        model,
+        activation_store_gb=1e-3,
+        enable_steering=True,
+        max_num_seqs=2,
+        max_num_batched_tokens=48,
+        async_scheduling=False,
     )
+    yield engine
+    engine.close()
+
+
+VECTOR = {"post_attn": {1: [0.5] * 64}}
+
+
+def test_steered_blocks_have_rows_of_their_own(steered: CapturedEngine) -> None:
+    engine = steered
     tokens = prompt(80, 507)
     plain = run(engine, tokens)
-    steered = [run(engine, tokens, prefill_steering_vectors=vector) for _ in range(2)]
-    assert [cached(one) for one in steered] == [0, 64 * TAPS]
+    pushed = [run(engine, tokens, prefill_steering_vectors=VECTOR) for _ in range(2)]
+    assert [cached(one) for one in pushed] == [0, 64 * TAPS]
     again = run(engine, tokens)
     assert cached(again) == 64 * TAPS
-    first, second, own = (engine.rows(one) for one in (*steered, plain))
+    first, second, own = (engine.rows(one) for one in (*pushed, plain))
     tap = 2, "post_block"
     assert (first[tap] - second[tap]).abs().max() < 1e-4
     assert (first[tap][:80] - own[tap][:80]).abs().max() > 1e-2
     engine.check(again)
-    engine.close()
+
+
+def begin(engine: CapturedEngine, tokens: list[int]) -> None:
+    """Compute the first tokens of a prompt, and then begin to steer.
+
+    If no other request was running, each change would reset the prefix cache.
+    """
+    for name, given, most in (("other", [1], 90), ("a", tokens, 2)):
+        params = asking(max_tokens=most)
+        engine.llm.llm_engine.add_request(name, {"prompt_token_ids": given}, params)
+    engine.llm.llm_engine.step()
+    engine.llm.set_steering(VECTOR)
+
+
+def complete(engine: CapturedEngine) -> None:
+    step = engine.llm.llm_engine.step
+    while not any(one.request_id == "a" and one.finished for one in step()):
+        pass
+
+
+def test_rows_computed_after_a_change_of_vectors_are_not_those_of_before(
+    steered: CapturedEngine,
+) -> None:
+    tokens = prompt(100, 508)
+    begin(steered, tokens)
+    complete(steered)
+    steered.llm.clear_steering()
+    steered.llm.llm_engine.abort_request(["other"])
+    run(steered, tokens, capture_cache=False)  # Its keys and values are cached.
+    output = run(steered, tokens)
+    assert cached(output) == 32 * TAPS, "of before the change"
+    steered.check(output)
+
+
+def test_rows_computed_before_a_change_of_vectors_are_not_those_of_after(
+    steered: CapturedEngine,
+) -> None:
+    tokens = prompt(100, 511)
+    begin(steered, tokens)
+    assert steered.llm.reset_prefix_cache(reset_running_requests=True)
+    complete(steered)
+    steered.llm.llm_engine.abort_request(["other"])
+    stored, own = run(steered, tokens), run(steered, tokens, capture_cache=False)
+    steered.llm.clear_steering()
+    assert (cached(stored), cached(own)) == (96 * TAPS, 0)
+    expected = steered.rows(own)
+    for tap, rows in steered.rows(stored).items():
+        assert (rows - expected[tap]).abs().max() < 1e-4, tap
 
 
 @pytest.mark.parametrize("seed", range(3))

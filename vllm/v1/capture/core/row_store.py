@@ -257,8 +257,10 @@ class RowStore:
             known.reached = stop
 
     def preempt(self, request_id: str) -> None:
-        """Note that the step does not compute a request after all."""
-        self.scheduled(request_id, 0)
+        """Note that a request will begin again, after tokens that are cached then."""
+        known = self._computing.pop(request_id, None)
+        if known is not None:
+            self._give_up(known)
 
     def new_step(self) -> None:
         """Begin a step: rows of the one before may be reused."""
@@ -268,20 +270,24 @@ class RowStore:
                 del self._computing[request_id]
 
     def _settle(self, known: Captured) -> None:
-        hashes = known.request.block_hashes
+        names = known.request.block_hashes
         while known.coming and known.coming[0][0] <= known.reached:
             stop, stored = known.coming.popleft()
-            if hashes[stop // self._size - 1] != stored.block:
-                self._forgo(stored)  # Vectors or weights have changed meanwhile.
+            if names[stop // self._size - 1] != stored.block:
+                # Vectors or weights have changed before it was computed.
+                self._used[0] -= stored.num_bytes
+                self._drop(stored)
                 continue
             stored.ready = True
             self._order[0][stored.number] = stored
             known.computed.append(stored)
 
-    def _forgo(self, stored: Stored) -> None:
-        """Drop what is not ready."""
-        self._used[0] -= stored.num_bytes
-        self._drop(stored)
+    def _give_up(self, known: Captured) -> None:
+        """Drop what a request was to compute."""
+        for _, stored in known.coming:
+            self._used[0] -= stored.num_bytes
+            self._drop(stored)
+        known.coming.clear()
 
     def free(self, request_id: str) -> None:
         """Forget a request that has finished; what it has not computed is dropped."""
@@ -293,8 +299,7 @@ class RowStore:
         for stored in reversed(known.computed):
             if stored.number in self._order[0]:
                 self._order[0].move_to_end(stored.number)
-        for _, stored in known.coming:
-            self._forgo(stored)
+        self._give_up(known)
 
     def clear(self) -> None:
         """Drop all rows that are stored, as the prefix cache was reset."""

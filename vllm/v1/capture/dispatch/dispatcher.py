@@ -409,6 +409,8 @@ class DispatchThread:
         assert store is not None, "there is no activation store"
         match change:
             case KeepRows():
+                # Those of before a preemption may be of other vectors or weights.
+                self.hand_on([change.request_id])
                 self.requests[change.request_id].keep(change, store, width)
             case LoadRows():
                 self._load(change, store, step)

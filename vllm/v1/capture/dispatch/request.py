@@ -200,6 +200,7 @@ class CapturedRequest:
 
         """
         size = self._block_size = asked.size
+        self._stored.clear()  # What it began before a preemption was dropped.
         for index, group, number in asked.places:
             local = self._local(group)
             if local is not None:
