@@ -183,11 +183,11 @@ def test_options_of_the_activation_store_reach_the_configuration(
     folder = tmp_path / "new"
     config = configured(
         *("--activation-store-gb", "1.5", "--activation-store-path", str(folder)),
-        *("--activation-store-disk-gb", "20"),
+        *("--activation-store-disk-gb", "0.5"),
     )
     assert (config.store_bytes, config.store_disk_bytes) == (
         1_500_000_000,
-        20_000_000_000,
+        500_000_000,
     )
     assert config.store_path == str(folder) and not list(folder.iterdir())
     assert configured().store_bytes == 0
@@ -204,6 +204,7 @@ def test_options_of_the_activation_store_reach_the_configuration(
         ({"gb": 1, "disk_gb": 2}, "it needs --activation-store-path"),
         ({"gb": 1, "disk_gb": -2, "path": "/x"}, "--activation-store-disk-gb -2"),
         ({"gb": 1, "path": "/dev/null/x", "disk_gb": 1}, "cannot be written to"),
+        ({"gb": 1, "path": "/tmp", "disk_gb": 1e7}, "GB free; give less than that"),
     ],
 )
 def test_an_activation_store_that_cannot_be_is_refused(

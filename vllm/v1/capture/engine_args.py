@@ -2,6 +2,7 @@
 """The `CaptureConfig` that is made from the options."""
 
 import os
+import shutil
 from collections.abc import Collection, Mapping
 from itertools import count
 from math import inf
@@ -230,6 +231,16 @@ def _check_store(config: CaptureConfig) -> None:
                 parameter="activation_store_path",
                 value=config.store_path,
             ) from error
+        free = shutil.disk_usage(config.store_path).free
+        if config.store_disk_bytes > free:
+            # Rows that cannot be written stay in memory, beyond its limit.
+            raise CaptureValidationError(
+                f"--activation-store-disk-gb {config.store_disk_bytes / 1e9:g}: the "
+                f"disk of --activation-store-path {config.store_path!r} has "
+                f"{free / 1e9:.3g} GB free; give less than that, or another folder",
+                parameter="activation_store_disk_gb",
+                value=config.store_disk_bytes / 1e9,
+            )
 
 
 def _check_room(config: CaptureConfig, model_config: "ModelConfig") -> None:
