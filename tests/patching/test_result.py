@@ -90,6 +90,8 @@ def test_a_map_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "map.png").read_bytes()[1:4] == b"PNG"
     with pytest.raises(SteeringValidationError, match="no folder"):
         check_can_draw(tmp_path / "missing" / "map.png")
+    with pytest.raises(SteeringValidationError, match="'map.xyz' is no picture"):
+        check_can_draw(tmp_path / "map.xyz")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pandas") is None, reason="needs pandas")

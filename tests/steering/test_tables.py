@@ -81,6 +81,8 @@ def test_data_that_cannot_be_drawn_is_refused_first(
 ) -> None:
     with pytest.raises(SteeringValidationError, match="no folder"):
         check_can_draw(tmp_path / "a" / "b.png")
+    with pytest.raises(SteeringValidationError, match="'b.pngg' is no picture"):
+        check_can_draw(tmp_path / "b.pngg")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(SteeringValidationError, match="pip install matplotlib"):
         check_can_draw(tmp_path / "b.png")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.patching.result import PatchResult
+from vllm.v1.residual.picture_forms import check_form
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def check_can_draw(path: str | PathLike[str] | None) -> None:
     """Check that a picture can be written, before an engine is started.
 
     Raises:
-        SteeringValidationError: the folder is missing, or matplotlib is.
+        SteeringValidationError: the folder is missing, matplotlib is, or it does not
+            know the form.
 
     """
     if path is not None and not Path(path).absolute().parent.is_dir():
@@ -75,6 +77,8 @@ def check_can_draw(path: str | PathLike[str] | None) -> None:
             "path",
             None if path is None else str(path),
         ) from None
+    if path is not None:
+        check_form(Path(path), "path", fail)
 
 
 def page_parts(result: PatchResult) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.residual.picture_forms import check_form
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 
@@ -21,7 +22,8 @@ def check_can_draw(path: Path) -> None:
     """Check that a plot can be written, before an engine is started.
 
     Raises:
-        SteeringValidationError: the folder is missing, or matplotlib is.
+        SteeringValidationError: the folder is missing, matplotlib is, or it does not
+            know the form.
 
     """
     if not path.absolute().parent.is_dir():
@@ -39,6 +41,7 @@ def check_can_draw(path: Path) -> None:
             "plot",
             str(path),
         ) from None
+    check_form(path, "plot", fail)
 
 
 @contextmanager
