@@ -79,6 +79,7 @@ def test_mistakes_end_before_an_engine_starts(
         ((*plain, *good[:2]), "--positive"),
         ((*plain, *good, "--group", "mood"), "texts of one class only"),
         ((*plain, *good, "--held-out", tmp_path / "no.jsonl"), "no.jsonl"),
+        ((*plain, *good, "--held-out", data, "--group", "place"), "leave one out"),
         (("eval", data, "--model", DEMO, "--data", data, *good), "SAE"),
     ):
         with pytest.raises(SystemExit, match=said):

@@ -151,6 +151,7 @@ SWEEP = ["sweep", "--model", "m", "--vectors", "v.pt"]
         (["apply", "--vectors", "v.pt"], "--prompt TEXT"),
         (["extract", "--pairs", "p", "--out", "v.safetensors"], "cannot be read"),
         ([*SWEEP, "--prompt", "a", "--score", "x"], "FILE.py:FUN"),
+        ([*SWEEP, "--prompt", "a", "--samples", "2"], "2 per prompt.*--temperature"),
     ],
 )
 def test_mistakes_are_reported_without_a_traceback(
@@ -158,6 +159,16 @@ def test_mistakes_are_reported_without_a_traceback(
 ) -> None:
     with pytest.raises(SystemExit, match=said):
         run(monkeypatch, *words)
+
+
+def test_a_part_of_a_judge_is_refused(
+    monkeypatch: pytest.MonkeyPatch, pairs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("Go.")
+    files = ("--vectors", "v.pt", "--pairs", pairs, "--harmless", tmp_path / "a.txt")
+    for words in (("--concept", "joy"), ("--judge", "http://x", "--judge-model", "m")):
+        with pytest.raises(SystemExit, match="judge: give --judge URL"):
+            run(monkeypatch, "eval", "--model", "m", *files, *words)
 
 
 def test_a_model_must_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

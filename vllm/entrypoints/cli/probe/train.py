@@ -101,6 +101,13 @@ def check(args: argparse.Namespace) -> None:
     resolve_address(args)
     read_data(args, args.data)
     if isinstance(args.held_out, Path):
+        if args.group is not None:
+            raise fail(
+                "group: it chooses texts of --data to hold out, and --held-out names a "
+                "file; leave one out",
+                "group",
+                args.group,
+            )
         read_data(args, args.held_out, least=1)
     check_engine(args)
 

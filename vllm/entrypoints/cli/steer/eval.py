@@ -78,6 +78,7 @@ def check(args: argparse.Namespace) -> None:
     pairs, _ = read_pairs(args.pairs), _harmless(args)
     if len(pairs) < 2 or min(args.doses) <= 0:
         raise fail("pairs: two pairs and doses above 0 are needed", "pairs", len(pairs))
+    _check_judge(args)
     check_engine(args)
 
 
@@ -90,8 +91,8 @@ def run(args: argparse.Namespace) -> None:
     from vllm.steering.plot import check_can_draw
     from vllm.steering.sweep import check_fits
 
-    judge = _judge(args)
     check(args)
+    judge = _judge(args)
     pairs, harmless = read_pairs(args.pairs), _harmless(args)
     vectors = reworked(read_vectors(args.vectors, reading_of(args)), args.layers)
     if args.plot is not None:
@@ -130,15 +131,24 @@ def _harmless(args: argparse.Namespace) -> "list[Prompt]":
     return as_chats(prompts) if args.chat else prompts
 
 
+def _check_judge(args: argparse.Namespace) -> None:
+    """Refuse a part of a judge: its URL and model, and the concept that it looks for.
+
+    A key alone is one, too.
+    """
+    parts = (args.judge, args.judge_model, args.concept)
+    if any((*parts, args.judge_key)) and not all(parts):
+        raise fail(
+            "judge: give --judge URL, --judge-model NAME and --concept, what the "
+            "vectors represent, together",
+            "judge",
+            args.judge,
+        )
+
+
 def _judge(args: argparse.Namespace) -> "RemoteJudge | None":
     from vllm.steering.evaluation.judge import RemoteJudge
 
     if args.judge is None:
         return None
-    if not args.judge_model or not args.concept:
-        raise fail(
-            "judge: also give --judge-model, and --concept, what the vectors represent",
-            "judge",
-            args.judge,
-        )
     return RemoteJudge(args.judge, args.judge_model, args.concept, args.judge_key)

@@ -17,6 +17,7 @@ from vllm.entrypoints.cli.steer.options import (
     sampling_of,
     started_engine,
 )
+from vllm.v1.steering.errors import fail
 
 
 def add_arguments(parser: Any) -> None:
@@ -43,6 +44,13 @@ def add_arguments(parser: Any) -> None:
 def check(args: argparse.Namespace) -> None:
     """Check what needs no model."""
     prompts_of(args)
+    if args.samples < 1 or (args.samples > 1 and args.temperature == 0):
+        raise fail(
+            f"samples: {args.samples} per prompt; give 1, or more and --temperature "
+            "above 0",
+            "samples",
+            args.samples,
+        )
     check_engine(args)
 
 
