@@ -57,7 +57,7 @@ class ResidualStream:
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Process new and ended requests; called once per step."""
-        self.checks_streams = scheduler_output.checks_streams
+        *_, self.checks_streams = scheduler_output.residual
 
     def clear_nonfinite(
         self, hidden: torch.Tensor, batch: "DeviceBatch"
@@ -195,7 +195,8 @@ class OpenResidualStream(ResidualStream):
         """Process new and ended requests; called once per step."""
         super().update(scheduler_output)
         begun = scheduler_output.scheduled_new_reqs
-        finished, steps = scheduler_output.finished_req_ids, scheduler_output.steering
+        finished = scheduler_output.finished_req_ids
+        captures, steps, _ = scheduler_output.residual
         if self.steering is not None and (begun or finished or steps is not None):
             lengths = [(new.req_id, new.prompt_len) for new in begun]
             self._faults.add(self.steering.update(finished, lengths, steps))
@@ -230,11 +231,11 @@ class OpenResidualStream(ResidualStream):
                     params.max_tokens,
                     0 if lora is None else lora.lora_int_id,
                 )
-        if (step := scheduler_output.capture) is not None:
-            self._capture.note_reforwarded(step.reforwarded)
-            self._capture.store(step.stored)
-            if step.ends:
-                self.end_captures(step.ends)
+        if captures is not None:
+            self._capture.note_reforwarded(captures.reforwarded)
+            self._capture.store(captures.stored)
+            if captures.ends:
+                self.end_captures(captures.ends)
 
     def plan_step(self, view: Callable[[], StepView]) -> None:
         """Determine which rows the step captures, and what steers each row."""

@@ -106,5 +106,4 @@ def test_a_step_without_requests_carries_nothing() -> None:
     output = SimpleNamespace(scheduled_new_reqs=[], new_block_ids_to_zero=[5, 6])
     on.complete(output)
     assert output.new_block_ids_to_zero is None, "no request has changed a stream"
-    assert output.capture is None and output.steering is None
-    assert not output.checks_streams
+    assert output.residual == (None, None, False)

@@ -202,9 +202,11 @@ class Scheduling(NoScheduling):
         take_vectors_off(output.scheduled_new_reqs)
         if not self.changed_streams.clears:
             output.new_block_ids_to_zero = None
-        output.capture = self.capture.take_step()
-        output.steering = self.steering.take_step()
-        output.checks_streams = self.changed_streams.any_running
+        output.residual = (
+            self.capture.take_step(),
+            self.steering.take_step(),
+            self.changed_streams.any_running,
+        )
 
     def note_step(self, output: "ModelRunnerOutput") -> None:
         self.steering.note_fired(output.fired)
