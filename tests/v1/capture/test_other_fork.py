@@ -63,8 +63,9 @@ class Plain:
 
 def configured(*consumers: Any) -> CaptureConfig:
     args: Any = EngineOptions(capture_consumers=list(consumers))
+    model: Any = SimpleNamespace(get_hidden_size=lambda: 8, dtype=torch.float32)
     nothing: Any = None
-    return capture_config(args, nothing, nothing)
+    return capture_config(args, model, nothing)
 
 
 def test_the_second_ready_instance_of_a_class_has_a_number() -> None:
