@@ -169,7 +169,9 @@ def test_rows_of_cached_blocks_come_from_the_activation_store(
     bench: Workbench, name: str, split: str
 ) -> None:
     found = bench.found(name, split)["again"]
-    assert [one["cached"] // len(TAPS) for one in found] == [0, 32, 0, 32]
+    # A consumer within the step reads the rows of every token.
+    cached = 0 if (name, split) in ACTING else 32
+    assert [one["cached"] // len(TAPS) for one in found] == [0, cached, 0, cached]
 
 
 def equal(whole: list[Found], parts: list[Found]) -> None:
