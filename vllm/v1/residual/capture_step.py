@@ -40,9 +40,9 @@ class LoadRows(NamedTuple):
 
 
 class MoveRows(NamedTuple):
-    """What is stored under these numbers goes to the disk, or is dropped."""
+    """What is stored under this number goes to the disk, or is dropped."""
 
-    numbers: Sequence[int]
+    number: int
     to: Literal["disk", "nowhere"]
 
 

@@ -50,11 +50,10 @@ class Workers:
                     self.loaded[change.request_id] += change.stop - change.start
                     assert all(number in self.bytes for *_, number in change.places)
                 case MoveRows() if change.to == "disk":
-                    self.on_disk.update(change.numbers)
+                    self.on_disk.add(change.number)
                 case MoveRows():
-                    for number in change.numbers:
-                        del self.bytes[number]
-                        self.on_disk.discard(number)
+                    del self.bytes[change.number]
+                    self.on_disk.discard(change.number)
         used = sum(self.bytes.values())
         on_disk = sum(self.bytes[number] for number in self.on_disk)
         assert used - on_disk <= self.limits[0] and on_disk <= self.limits[1]
@@ -96,12 +95,18 @@ def test_the_limits_hold_and_what_is_loaded_was_stored(
     workers.change(store.take_changes(), plans)
 
 
-def test_rows_are_reused_in_the_step_after_the_one_that_computes_them() -> None:
+def begun() -> tuple[RowStore, str, Any, Any]:
+    """A store with two requests of the same tokens, the first of which has begun."""
     store, tokens = RowStore(SIZE, TAPS.__getitem__, 1000), "abcdefghij"
     one, two = (request(name, tokens) for name in "xy")
     for each in (one, two):
         store.add_request(each, plan(tokens, 0, {0}))
     store.begin(one, 0)
+    return store, tokens, one, two
+
+
+def test_rows_are_reused_in_the_step_after_the_one_that_computes_them() -> None:
+    store, _, _, two = begun()
     store.scheduled("x", 6)
     assert store.reusable(two, 9) == 0, "both are of the same step"
     store.new_step()
@@ -113,11 +118,7 @@ def test_rows_are_reused_in_the_step_after_the_one_that_computes_them() -> None:
 
 def test_rows_that_a_change_precedes_are_not_stored() -> None:
     """A change of vectors or weights renames the blocks that are not computed yet."""
-    store, tokens = RowStore(SIZE, TAPS.__getitem__, 1000), "abcdefghij"
-    one, two = (request(name, tokens) for name in "xy")
-    for each in (one, two):
-        store.add_request(each, plan(tokens, 0, {0}))
-    store.begin(one, 0)
+    store, tokens, one, two = begun()
     store.scheduled("x", 4)
     store.new_step()
     one.block_hashes[1] = "changed"

@@ -139,9 +139,6 @@ class RowStore:
             ],
         )
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     def reusable(self, request: "Request", most: int) -> int:
         """How many of the first `most` tokens are reused if they are cached."""
         known = self._requests[request.request_id]
@@ -234,21 +231,22 @@ class RowStore:
             if not order:
                 return False
             number, stored = order.popitem(last=False)
-            self._used[tier] -= stored.num_bytes
             if tier == 0 and self._make_room(stored.num_bytes, 1):
+                self._used[0] -= stored.num_bytes
                 self._used[1] += stored.num_bytes
                 self._order[1][number] = stored
-                self._changes.append(MoveRows([number], "disk"))
+                self._changes.append(MoveRows(number, "disk"))
             else:
-                self._drop(stored)
+                self._drop(stored, tier)
         return True
 
-    def _drop(self, stored: Stored) -> None:
+    def _drop(self, stored: Stored, tier: int = 0) -> None:
+        self._used[tier] -= stored.num_bytes
         others = self._blocks[stored.block]
         others.remove(stored)
         if not others:
             del self._blocks[stored.block]
-        self._changes.append(MoveRows([stored.number], "nowhere"))
+        self._changes.append(MoveRows(stored.number, "nowhere"))
 
     def scheduled(self, request_id: str, stop: int) -> None:
         """Note that the step computes a request up to position `stop`."""
@@ -275,7 +273,6 @@ class RowStore:
             stop, stored = known.coming.popleft()
             if names[stop // self._size - 1] != stored.block:
                 # Vectors or weights have changed before it was computed.
-                self._used[0] -= stored.num_bytes
                 self._drop(stored)
                 continue
             stored.ready = True
@@ -285,7 +282,6 @@ class RowStore:
     def _give_up(self, known: Captured) -> None:
         """Drop what a request was to compute."""
         for _, stored in known.coming:
-            self._used[0] -= stored.num_bytes
             self._drop(stored)
         known.coming.clear()
 
@@ -306,8 +302,7 @@ class RowStore:
         for tier, order in enumerate(self._order):
             while order:
                 _, stored = order.popitem()
-                self._used[tier] -= stored.num_bytes
-                self._drop(stored)
+                self._drop(stored, tier)
 
     def take_changes(self) -> list[StoreChange]:
         """Return and clear what the workers have to do with the next step."""

@@ -35,6 +35,11 @@ def cacheable_tokens(request: "Request", num_tokens: int) -> int:
     store: RowStore | None = vars(request).get(_STORE)
     if store is not None:
         return store.reusable(request, num_tokens)
+    return _before_rows(request, num_tokens)
+
+
+def _before_rows(request: "Request", num_tokens: int) -> int:
+    """How many of a request's first `num_tokens` tokens precede its captured ones."""
     plan = plan_of(request)
     first = plan.first_prompt_row if plan is not None else None
     return num_tokens if first is None else min(num_tokens, first)
@@ -58,9 +63,7 @@ def loadable_tokens(request: "Request", local: int, external: int) -> int:
     load all that it offered, so a part of it is not possible.
     """
     tokens = local + external
-    plan = plan_of(request)
-    first = plan.first_prompt_row if plan is not None else None
-    return external if first is None or first >= tokens else 0
+    return external if _before_rows(request, tokens) == tokens else 0
 
 
 class CaptureScheduling:

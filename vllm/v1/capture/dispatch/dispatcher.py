@@ -20,6 +20,7 @@ from vllm.v1.capture.delivery.consumer_thread import SinkLane
 from vllm.v1.capture.delivery.packet_queue import Ending
 from vllm.v1.capture.dispatch.held_rows import HeldRows, Settled
 from vllm.v1.capture.dispatch.request import Answer, CapturedRequest, never_started
+from vllm.v1.capture.dispatch.row_buffer import Rows
 from vllm.v1.capture.dispatch.row_store import RowStore, StoredBlock
 from vllm.v1.capture.dispatch.step_buffer import (
     ByGroup,
@@ -376,7 +377,6 @@ class DispatchThread:
 
         More packets would wake the instance's thread more often.
         """
-        chunks: dict[str, list[GroupChunk]] = {}
         copies: list[RowCopy] = []
         try:
             taken = [
@@ -387,11 +387,7 @@ class DispatchThread:
             copy_rows(copies)
         finally:
             self._pending.release()
-        for request, parts in taken:
-            for group, rows in parts:
-                for instance, batch in request.add(group, rows).items():
-                    chunks.setdefault(instance, []).extend(batch)
-        self._submit(chunks)
+        self._add(taken)
         if self._store is not None:
             copies.clear()
             for request, parts in taken:
@@ -423,11 +419,8 @@ class DispatchThread:
         # What it had computed before a preemption comes first.
         self.hand_on([asked.request_id])
         request = self.requests[asked.request_id]
-        chunks: dict[str, list[GroupChunk]] = {}
-        for group, rows in request.load(asked, found, self._width):
-            for instance, batch in request.add(group, rows._replace(step=step)).items():
-                chunks.setdefault(instance, []).extend(batch)
-        self._submit(chunks)
+        loaded = request.load(asked, found, self._width)
+        self._add([(request, [(n, rows._replace(step=step)) for n, rows in loaded])])
 
     def _whole(
         self, numbers: Sequence[int], store: RowStore
@@ -440,12 +433,21 @@ class DispatchThread:
         return found
 
     def _move(self, change: MoveRows, store: RowStore) -> None:
-        found = self._whole(change.numbers, store) if change.to == "disk" else ()
-        for number in change.numbers:
-            if number in found:
-                store.to_disk(number)
-            else:
-                store.drop(number)
+        if change.to == "disk" and self._whole([change.number], store):
+            store.to_disk(change.number)
+        else:
+            store.drop(change.number)
+
+    def _add(
+        self, taken: Sequence[tuple[CapturedRequest, Sequence[tuple[int, Rows]]]]
+    ) -> None:
+        """Add rows of groups to their requests, and submit what is settled."""
+        chunks: dict[str, list[GroupChunk]] = {}
+        for request, parts in taken:
+            for group, rows in parts:
+                for instance, batch in request.add(group, rows).items():
+                    chunks.setdefault(instance, []).extend(batch)
+        self._submit(chunks)
 
     def _submit(self, chunks: Mapping[str, Sequence[GroupChunk]]) -> None:
         for instance, batch in chunks.items():
