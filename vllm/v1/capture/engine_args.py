@@ -212,6 +212,19 @@ def _store_options(args: "EngineArgs") -> dict[str, Any]:
     }
 
 
+def _prepare(folder: str, parameter: str) -> None:
+    """Create the folder that an option names; refuse one that cannot be written to."""
+    try:
+        prepare_folder(Path(folder))
+    except OSError as error:
+        raise CaptureValidationError(
+            f"--{parameter.replace('_', '-')} {folder!r} cannot be written to: {error}"
+            ". Name a folder that can",
+            parameter=parameter,
+            value=folder,
+        ) from error
+
+
 def _check_store(config: CaptureConfig) -> None:
     """Refuse a store that nothing fills, or whose folder cannot be written to."""
     if config.store_bytes and not (config.consumers or config.driver_instances):
@@ -222,15 +235,7 @@ def _check_store(config: CaptureConfig) -> None:
             value=config.store_bytes / 1e9,
         )
     if config.store_path:
-        try:
-            prepare_folder(Path(config.store_path))
-        except OSError as error:
-            raise CaptureValidationError(
-                f"--activation-store-path {config.store_path!r} cannot be written to: "
-                f"{error}. Name a folder that can",
-                parameter="activation_store_path",
-                value=config.store_path,
-            ) from error
+        _prepare(config.store_path, "activation_store_path")
         free = shutil.disk_usage(config.store_path).free
         if config.store_disk_bytes > free:
             # Rows that cannot be written stay in memory, beyond its limit.
@@ -365,15 +370,7 @@ def _check_spill(config: CaptureConfig, chosen: dict[str, Any]) -> None:
     if not config.enabled:
         return
     if config.overload_policy == "spill":
-        try:
-            prepare_folder(config.spill_folder)
-        except OSError as error:
-            raise CaptureValidationError(
-                f"--capture-spill-dir {str(config.spill_folder)!r} cannot be written "
-                f"to: {error}. Name a folder that can",
-                parameter="capture_spill_dir",
-                value=str(config.spill_folder),
-            ) from error
+        _prepare(str(config.spill_folder), "capture_spill_dir")
     elif chosen["spill_dir"] is not None or chosen["spill_max_bytes"] is not None:
         logger.warning(
             "--capture-spill-dir and --capture-spill-max-bytes have no effect under "
