@@ -14,11 +14,11 @@ import torch
 from vllm.model_executor.layers.residual.program import (
     GATES,
     Flag,
-    Instruction,
     Kind,
 )
 from vllm.v1.steering.conditions import MAX_CONDITIONS, Condition
 from vllm.v1.steering.plan import Operation, PackedVectors, SteeringTiers, operations_of
+from vllm.v1.steering.worker.bank import Draft
 from vllm.v1.steering.worker.fired import FiredCounts
 
 assert GATES == 2 * MAX_CONDITIONS, "the engine's conditions and those of a request"
@@ -75,12 +75,11 @@ def gated(
     ]
 
 
-def probe_of(gate: Gate, vector: torch.Tensor, fired: FiredCounts) -> Instruction:
-    """Create the instruction that decides a gate.
+def draft_probe(gate: Gate, fired: FiredCounts) -> Draft:
+    """Draft the instruction that decides a gate.
 
     Args:
         gate: the condition and its column.
-        vector: the probe, float32 `[1, hidden_size]` on the device.
         fired: counts the tokens at which the condition fires.
 
     """
@@ -94,17 +93,17 @@ def probe_of(gate: Gate, vector: torch.Tensor, fired: FiredCounts) -> Instructio
         flags |= Flag.VALUE
     # One decision counts, which `HeldGates` selects.
     is_held = condition.scope == "prompt"
-    return Instruction(
-        Kind.PROBE,
-        vector,
-        flags=flags,
-        c0=condition.bias,
-        c1=condition.sharpness,
-        c2=condition.threshold,
-        c3=1.0 if condition.above else -1.0,
-        gate=gate.column,
-        fired=None if is_held else fired.of(condition),
-    )
+    return {
+        "kind": Kind.PROBE,
+        "read": condition.vector[None],
+        "flags": flags,
+        "c0": condition.bias,
+        "c1": condition.sharpness,
+        "c2": condition.threshold,
+        "c3": 1.0 if condition.above else -1.0,
+        "gate": gate.column,
+        "fired": None if is_held else fired.of(condition),
+    }
 
 
 def in_columns(gates: Iterable[Gate | None]) -> Sequence[Gate]:

@@ -27,17 +27,15 @@ from vllm.v1.residual.receipts import Effect
 from vllm.v1.residual.spans import Spans, absolute, last_of
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import Operation, Vector, place_of
-from vllm.v1.steering.worker.bank import Bank, Kept, Vectors, draft_sum
+from vllm.v1.steering.worker.bank import Bank, Kept, draft_sum, uploaded
 from vllm.v1.steering.worker.dose_memory import DoseMemory, measured_effects
-from vllm.v1.steering.worker.features import (
-    together,
-)
+from vllm.v1.steering.worker.features import together
 from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import (
     Deciding,
     Gate,
+    draft_probe,
     in_columns,
-    probe_of,
 )
 from vllm.v1.steering.worker.programs import Programs, place
 from vllm.v1.steering.worker.stages import Reader, crossing_of
@@ -77,7 +75,6 @@ class Phase:
         deciding: Sequence[Gate],
         added: Mapping[Tap, Vector],
         taps: Collection[Tap],
-        width: int,
         bank: Bank,
         fired: FiredCounts,
         values: torch.Tensor,
@@ -90,7 +87,6 @@ class Phase:
             deciding: gates for later tokens that this phase decides.
             added: the vectors added at each token, by hook point of any stage.
             taps: the hook points of this process.
-            width: hidden size of the residual stream.
             bank: the store of operations' vectors.
             fired: counts the tokens at which conditions fire.
             values: `[tokens, GATE_COLUMNS]`, the gates of the step's tokens, on the
@@ -124,7 +120,7 @@ class Phase:
         self._kept = self._fetched(bank)
         self._instructions = {n: self._kept[n].instruction for n in self._acting}
         summed = self.taps if memory is None else self._here
-        self._probes, self._sums = self._uploaded(added, summed, width)
+        self._probes, self._sums = self._uploaded(added, summed)
         self.effects: tuple[Effect, ...] = ()
         """What all stages measure at each token, if anything is measured."""
         self.doses = torch.empty(0, 0)
@@ -166,27 +162,19 @@ class Phase:
         return dict(zip(needed, kept, strict=True))
 
     def _uploaded(
-        self,
-        added: Mapping[Tap, Vector],
-        summed: Collection[Tap],
-        width: int,
+        self, added: Mapping[Tap, Vector], summed: Collection[Tap]
     ) -> tuple[dict[Gate, Instruction], dict[Tap, Instruction]]:
         """Upload the probes of gates, and the additions at the hook points `summed`."""
-        vectors = {width: Vectors(width)}
-        probes: dict[Gate, tuple[int, int]] = {}
-        for gate in in_columns([*self._decided_here, *self._deciding]):
-            probe = gate.condition.vector  # As wide as the rows that it reads.
-            own = vectors.setdefault(len(probe), Vectors(len(probe)))
-            probes[gate] = len(probe), own.add(probe)
-        sums = {
-            tap: draft_sum(added[tap], vectors[width]) for tap in added if tap in summed
-        }
-        tables = {size: one.upload(self.device) for size, one in vectors.items()}
-        made = {
-            gate: probe_of(gate, tables[size][at : at + 1], self._fired)
-            for gate, (size, at) in probes.items()
-        }
-        return made, {tap: draft(tables[width]) for tap, draft in sums.items()}
+        gates = in_columns([*self._decided_here, *self._deciding])
+        taps = [tap for tap in added if tap in summed]
+        probes = [draft_probe(gate, self._fired) for gate in gates]
+        sums = [draft_sum(added[tap]) for tap in taps]
+        made = uploaded([*probes, *sums], self.device)
+        count = len(probes)
+        return (
+            dict(zip(gates, made[:count], strict=True)),
+            dict(zip(taps, made[count:], strict=True)),
+        )
 
     def _decided(self, gates: Iterable[Gate]) -> tuple[Deciding, ...]:
         return tuple(

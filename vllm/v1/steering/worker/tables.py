@@ -155,7 +155,6 @@ class SteeringTables:
         """The global vectors in force."""
         self.programs = ProgramIndex(taps, num_rows, num_tokens, device)
         """The programs of operations, with the same row numbers."""
-        self._width = width
         self.bank = Bank(partial(width_at, shapes, width), device, bank_bytes, saes)
         """The vectors of those operations."""
         self._doses = DoseMemory(num_tokens, device)
@@ -270,7 +269,6 @@ class SteeringTables:
             later,
             sums,
             self._taps,
-            self._width,
             self.bank,
             self.fired,
             self.programs.gates,
