@@ -139,33 +139,27 @@ def operation(
 ) -> Operation:
     """Create an operation and compute the digest of its content."""
     data = vector.astype("<f4", copy=False).tobytes()
-    # Encoded, because the text of an array's bytes takes longer than all the rest.
-    what = (op, scale, bounds, norm_match, details, num_rows)
-    content = hashlib.sha256(msgspec.msgpack.encode(what))
-    content.update(data)
-    return Operation(
-        *tap,
-        op,
-        data,
-        scale,
-        *bounds,
-        norm_match,
-        positions,
-        content.hexdigest(),
-        details,
-        num_rows,
+    made = Operation(
+        *tap, op, data, scale, *bounds, norm_match, positions, "", details, num_rows
     )
+    return hashed(made)
+
+
+def hashed(one: Operation) -> Operation:
+    """The operation with the digest of its content."""
+    # Encoded, because the text of an array's bytes takes longer than all the rest.
+    what = one.op, one.scale, one.low, one.high, one.norm_match, one.details
+    content = hashlib.sha256(msgspec.msgpack.encode((*what, one.num_rows)))
+    content.update(one.data)
+    return structs.replace(one, content=content.hexdigest())
 
 
 def on_prompt(one: Operation) -> Operation:
     """The operation, with its condition (of scope `rest`) decided in the prompt too."""
     when = one.details.when
     assert when is not None, "the operation has no condition"
-    if when.in_prompt:
-        return one
-    details = structs.replace(one.details, when=structs.replace(when, in_prompt=True))
-    content = hashlib.sha256(f"in the prompt {one.content}".encode()).hexdigest()
-    return structs.replace(one, details=details, content=content)
+    when = structs.replace(when, in_prompt=True)
+    return hashed(structs.replace(one, details=structs.replace(one.details, when=when)))
 
 
 def place_of(one: Operation) -> int:

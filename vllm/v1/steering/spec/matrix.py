@@ -15,7 +15,13 @@ from vllm.v1.residual.selectors import MAX_POSITIONS, as_list
 from vllm.v1.residual.selectors import parse_positions as parse_selector
 from vllm.v1.residual.spans import NAMED, Spans, spans_of
 from vllm.v1.steering.errors import fail
-from vllm.v1.steering.plan import Operation, PackedVectors, SteeringTiers, in_order
+from vllm.v1.steering.plan import (
+    Operation,
+    PackedVectors,
+    SteeringTiers,
+    hashed,
+    in_order,
+)
 
 ROW_OPS = ("replace", "add", "project_out", "clamp")
 """Operations that may have a vector for each position."""
@@ -186,13 +192,13 @@ def without_zeros(one: Operation) -> Operation:
         return one
     assert one.positions is not None
     places = _listed(None, one.positions)
-    return structs.replace(
+    kept = structs.replace(
         one,
         data=rows[acts].tobytes(),
-        content=hashlib.sha256(one.content.encode() + acts.tobytes()).hexdigest(),
         positions=spans_of(places[acts].tolist()),
         num_rows=int(acts.sum()),
     )
+    return hashed(kept)
 
 
 def check_no_whole_prompt(tiers: SteeringTiers) -> None:

@@ -15,7 +15,7 @@ from vllm.v1.steering.plan import (
     Operation,
     PackedVectors,
     SteeringTiers,
-    operation,
+    hashed,
     pack,
 )
 from vllm.v1.steering.spec.table import finite
@@ -118,14 +118,4 @@ def _operation(one: Operation, scale: float, parameter: str) -> Operation:
             parameter,
             scale,
         )
-    return operation(
-        one.tap,
-        one.op,
-        one.vector,
-        own,
-        (one.low, one.high),
-        one.norm_match,
-        one.positions,
-        details,
-        one.num_rows,
-    )
+    return hashed(structs.replace(one, scale=own, details=details))
