@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.capture.worker.worker import WorkerCapture
 from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.capture_plan import CaptureEnd
-from vllm.v1.residual.steering_actions import Acting
+from vllm.v1.residual.plain_tensors import packed, unpacked
+from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Shapes
 from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, Ops, without_graph
-from vllm.v1.worker.step_additions import Additions, StepFaults, attach
+from vllm.v1.worker.step_additions import NOTES, Additions, StepFaults, attach
 from vllm.v1.worker.step_consumers import StepConsumers
 
 if TYPE_CHECKING:
@@ -182,6 +184,8 @@ class OpenResidualStream(ResidualStream):
         self.hooks = hooks
         self._graphs = graphs
         self._faults = StepFaults()
+        self._arriving: torch.Tensor | None = None
+        """The notes of earlier pipeline stages, which may still arrive."""
         self._acting: Acting | None = None
         """What consumers made act in the current step."""
         self._req_ids: Sequence[str] = ()
@@ -330,27 +334,31 @@ class OpenResidualStream(ResidualStream):
         if self.steering is None:
             return attach(output, Additions(readouts))
         doses, fired = self.steering.doses.take(), self.steering.take_fired()
-        actions = None if self.steps is None else self.steps.take()
-        failed = self._faults.take()
-        more = actions, failed, self._acting
+        is_last = get_pp_group().is_last_rank  # Other stages have sent theirs.
+        failed, actions = self._take_notes() if is_last else ({}, [])
+        more = actions or None, failed or None, self._acting
         return attach(output, Additions(readouts, doses, fired, *more))
+
+    def _take_notes(self) -> tuple[dict[str, str], list[Action]]:
+        """The failed requests and the actions of this stage and of earlier ones."""
+        arriving, self._arriving = self._arriving, None
+        failed, actions = ({}, []) if arriving is None else unpacked(arriving)
+        own = [] if self.steps is None else self.steps.take()
+        return {**failed, **self._faults.take()}, [*actions, *own]
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors to send on, with readouts, rows, gates and doses."""
-        tensors = self._faults.send(tensors)
+        if any(notes := self._take_notes()):
+            tensors = {**tensors, NOTES: packed(notes)}
         if self.readouts is not None:
             tensors = self.readouts.send(tensors)
-        if self.steps is not None:
-            tensors = self.steps.send(tensors)
         return tensors if self.steering is None else self.steering.send(tensors)
 
     def receive_rows(self, tensors: dict[str, Any], wait: Callable[[], None]) -> None:
         """Take what earlier stages have added out of received tensors."""
-        self._faults.receive(tensors)
+        self._arriving = tensors.pop(NOTES, None)
         if self.readouts is not None:
             self.readouts.receive(tensors)
-        if self.steps is not None:
-            self.steps.receive(tensors)
         if self.steering is not None:
             self.steering.receive(tensors, wait)
 

@@ -17,8 +17,7 @@ from vllm.v1.residual.plain_tensors import (
     parted,
     unpacked,
 )
-from vllm.v1.worker.step_additions import FAILED
-from vllm.v1.worker.step_consumers import ACTIONS
+from vllm.v1.worker.step_additions import NOTES
 
 MOST = 6
 """Tensors of a message between stages on a CPU; upstream adds two that describe them.
@@ -29,7 +28,7 @@ under conditions.
 JOINED = "residual_joined"
 """The name of the one tensor that several are joined to."""
 
-UNSLICED = UNSLICED_READOUTS | {ACTIONS: False, FAILED: False, JOINED: False}
+UNSLICED = UNSLICED_READOUTS | {NOTES: False, JOINED: False}
 """Intermediate tensors that are sent as they are; see `readouts.worker.stages`."""
 
 

@@ -14,12 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from vllm.logger import init_logger
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.readouts.worker.pending import PendingReadouts
-from vllm.v1.residual.plain_tensors import packed, unpacked
 from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.steering.worker.doses import PendingDoses
@@ -27,9 +24,9 @@ from vllm.v1.steering.worker.fired import FiredCounts
 
 logger = init_logger(__name__)
 
-FAILED = "residual_failed"
-"""Name of the intermediate tensor of failed requests, pickled bytes `[n]` on the
-host."""
+NOTES = "residual_notes"
+"""Name of the intermediate tensor with the failed requests and the consumers' actions
+of a step, pickled bytes `[n]` on the host."""
 
 
 class StepFaults:
@@ -37,8 +34,6 @@ class StepFaults:
 
     def __init__(self) -> None:
         self._ended: dict[str, str] = {}
-        self._arriving: torch.Tensor | None = None
-        """Those of earlier pipeline stages, which may still arrive."""
 
     def note(self, what: str, error: Exception, req_ids: Iterable[str]) -> None:
         """End requests because of an error, which is being handled."""
@@ -49,22 +44,10 @@ class StepFaults:
         """End requests, for the reasons given."""
         self._ended = {**ended, **self._ended}
 
-    def take(self) -> dict[str, str] | None:
-        """Remove and return the reasons by request; None if there are none."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            self.add(unpacked(arriving))
+    def take(self) -> dict[str, str]:
+        """Remove and return the reasons by request."""
         ended, self._ended = self._ended, {}
-        return ended or None
-
-    def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The intermediate tensors for the next stage, with the failed requests."""
-        ended = self.take()
-        return tensors if ended is None else {**tensors, FAILED: packed(ended)}
-
-    def receive(self, tensors: dict[str, Any]) -> None:
-        """Take the failed requests of earlier stages out of the tensors."""
-        self._arriving = tensors.pop(FAILED, None)
+        return ended
 
 
 @dataclass(frozen=True, slots=True)

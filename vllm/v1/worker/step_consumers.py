@@ -21,7 +21,6 @@ from vllm.v1.capture.registry import build_consumer
 from vllm.v1.capture.step_view import StepCaptureView, StepRequestView
 from vllm.v1.readouts.worker.jobs import Job
 from vllm.v1.readouts.worker.worker import RowsOfJob
-from vllm.v1.residual.plain_tensors import packed, unpacked
 from vllm.v1.residual.plugin_errors import is_interrupt
 from vllm.v1.residual.steering_actions import Acting, Action, SteeringActionQueue
 from vllm.v1.steering.worker.worker import WorkerSteering
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-ACTIONS = "steering_actions"
-"""Name of the intermediate tensor of actions, pickled bytes `[n]` on the host."""
 BUDGET_SECONDS = 0.002
 """A step in which a consumer takes longer is counted as over budget."""
 
@@ -54,9 +51,6 @@ class StepConsumers:
         self._ranks = get_tp_group()
         self._has_stages = get_pp_group().world_size > 1
         self._has_ranks = self._has_stages or self._ranks.world_size > 1
-        self._is_last = get_pp_group().is_last_rank
-        self._arriving: torch.Tensor | None = None
-        """The actions of earlier stages, which may still arrive."""
         decides = self._ranks.rank_in_group == 0
         for entry in vllm_config.capture_config.step_consumers if decides else ():
             name = entry.instance_name
@@ -132,26 +126,9 @@ class StepConsumers:
             return []
         return self._steering.dynamic.taken()
 
-    def receive(self, tensors: dict[str, Any]) -> None:
-        """Take the actions of earlier stages out of a step's intermediate tensors."""
-        self._arriving = tensors.pop(ACTIONS, None)
-
-    def take(self) -> list[Action] | None:
-        """The actions of all stages, for the step's output; None if there are none."""
-        if not self._has_stages or not self._is_last:
-            return None
-        return self._of_stages() or None
-
-    def _of_stages(self) -> list[Action]:
-        """The actions of earlier stages, and of this one."""
-        arriving, self._arriving = self._arriving, None
-        earlier = [] if arriving is None else unpacked(arriving)
-        return [*earlier, *self._taken()]
-
-    def send(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """A step's intermediate tensors, with the actions."""
-        actions = self._of_stages()
-        return {**tensors, ACTIONS: packed(actions)} if actions else tensors
+    def take(self) -> list[Action]:
+        """What the consumers of this stage want, if there are several stages."""
+        return self._taken() if self._has_stages else []
 
     def _call(self, job: Job, rows: torch.Tensor, further: int) -> None:
         """Call the consumer of a job, and queue its actions."""
