@@ -37,24 +37,20 @@ def clear_parameters(core: "EngineCore") -> None:
 
 def take_results(worker: Any, key: str) -> bytes | None:
     """For `collective_rpc`: remove and return the results of a request."""
-    hooks = _hooks(worker)
-    return None if hooks is None else hooks.take(key)
+    return _hooks(worker).take(key)
 
 
 def prefetch_parameters_on_rank(worker: Any, names: list[str]) -> list[str]:
     """For `collective_rpc`: keep whole parameters; returns names that no stage has."""
-    hooks = _hooks(worker)
     with torch.inference_mode():
-        return names if hooks is None else hooks.parameters.prefetch(names)
+        return _hooks(worker).parameters.prefetch(names)
 
 
 def clear_parameters_on_rank(worker: Any) -> None:
     """For `collective_rpc`: drop the kept parameters."""
-    hooks = _hooks(worker)
-    if hooks is not None:
-        hooks.parameters.clear()
+    _hooks(worker).parameters.clear()
 
 
-def _hooks(worker: Any) -> WorkerHooks | None:
-    hooks: WorkerHooks | None = worker.model_runner.residual.hooks
+def _hooks(worker: Any) -> WorkerHooks:
+    hooks: WorkerHooks = worker.model_runner.residual.hooks
     return hooks
