@@ -17,7 +17,7 @@ from vllm.v1.residual.sizes import torch_dtype
 from vllm.v1.steering.core.prefix_cache import EngineSteering, change
 from vllm.v1.steering.core.refusals import refuse
 from vllm.v1.steering.core.scheduler import HeldChange, SteeringScheduling
-from vllm.v1.steering.errors import SteeringChangeError, fail
+from vllm.v1.steering.errors import SteeringChangeError, SteeringValidationError, fail
 from vllm.v1.steering.features import FeatureUse
 from vllm.v1.steering.global_vectors import merged
 from vllm.v1.steering.plan import SteeringTiers, tiers_of
@@ -26,8 +26,7 @@ from vllm.v1.steering.spec.limits import (
     check_bank,
     check_operations,
     check_with_requests,
-    find_overflow,
-    too_much_with_shared,
+    check_with_shared,
 )
 
 if TYPE_CHECKING:
@@ -221,6 +220,10 @@ def _change_on_workers(core: "EngineCore", tiers: SteeringTiers) -> None:
         raise SteeringChangeError(f"no rank has changed its steering: {failures[0]}")
 
 
+NO_NAME = "(parameter)"
+"""In place of the parameter's name, which only the front end knows."""
+
+
 def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     """Whether a request cannot be steered after all; if so, it is answered here.
 
@@ -230,23 +233,15 @@ def refuses(core: "EngineCoreProc", request: "Request") -> bool:
     tiers = tiers_of(request)
     if tiers is None:
         return False
-    if (lacking := missing(tiers, _steering(core).saes)) is not None:
-        refuse(core, request, lacking)
-        return True
-    dtype = torch_dtype(core.vllm_config.model_config)
-    possible = _steering(core).possible
-    found = (find_overflow(dtype, shared, tiers) for shared in possible if shared)
-    reason = next(filter(None, found), None)
-    message = "" if reason is None else too_much_with_shared(reason)
-    bank = core.vllm_config.steering_config.bank_bytes
-    needed = tiers.bank_bytes + max(shared.bank_bytes for shared in possible)
-    if not message and needed > bank:
-        message = (
-            f"with the engine's operations, {needed} bytes of vectors are needed and "
-            f"--steering-bank-mib allows {bank}; give fewer rows"
-        )
-    if not message:
-        return False
+    message = missing(tiers, _steering(core).saes)
+    if message is None:
+        dtype = torch_dtype(core.vllm_config.model_config)
+        bank = core.vllm_config.steering_config.bank_bytes
+        try:
+            check_with_shared(tiers, _steering(core).possible, dtype, bank, NO_NAME)
+            return False
+        except SteeringValidationError as error:
+            message = error.args[0].removeprefix(f"{NO_NAME}: ")
     logger.error("Request %s is not carried out: %s", request.request_id, message)
     refuse(core, request, message)
     return True

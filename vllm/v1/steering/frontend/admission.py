@@ -169,9 +169,8 @@ class SteeringAdmission:
             raise _refused_session(params)
         first = _first_of(params)
         check_operations(tiers, self.model.max_operations, first)
-        check_with_shared(tiers, self.shared.possible, self.model.dtype, first)
-        taken = max((one.bank_bytes for one in self.shared.possible), default=0)
-        check_bank(tiers, self.model.bank_bytes - taken, first)
+        own = self.model.dtype, self.model.bank_bytes
+        check_with_shared(tiers, self.shared.possible, *own, first)
         for form in forms:
             form.admitted(params)
         for name in given:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on a request's steering as a whole: positions, sums, operations, memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -286,16 +286,18 @@ def check_sums(
 
 def check_with_shared(
     tiers: SteeringTiers,
-    shared: Iterable[SteeringTiers],
+    shared: Sequence[SteeringTiers],
     dtype: torch.dtype,
+    bank_bytes: int,
     parameter: str,
 ) -> None:
-    """Refuse a request whose vectors plus the global ones overflow the dtype.
+    """Refuse a request whose vectors, with the global ones, are too large or too many.
 
     Args:
         tiers: the request's tiers.
         shared: each set of global vectors that may hold when the request arrives.
         dtype: dtype of the residual stream.
+        bank_bytes: bytes for the vectors of all operations.
         parameter: the request's parameter, for the message.
 
     Raises:
@@ -306,18 +308,14 @@ def check_with_shared(
         found = find_overflow(dtype, one, tiers) if one else None
         if found is not None:
             raise fail(
-                f"{parameter}: {too_much_with_shared(found)}",
+                f"{parameter}: with the engine's vectors, {found}. Use smaller vectors "
+                "or scales; GET /v1/steering (get_steering offline) returns what the "
+                "engine adds",
                 parameter,
                 found.largest,
             )
-
-
-def too_much_with_shared(found: Overflow) -> str:
-    """The message for a request that overflows, without the parameter's name."""
-    return (
-        f"with the engine's vectors, {found}. Use smaller vectors or scales; "
-        "GET /v1/steering (get_steering offline) returns what the engine adds"
-    )
+    taken = max((one.bank_bytes for one in shared), default=0)
+    check_bank(tiers, bank_bytes - taken, parameter)
 
 
 def check_with_requests(
