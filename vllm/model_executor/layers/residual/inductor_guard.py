@@ -24,7 +24,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
 from vllm.model_executor.layers.residual.capture_op import Launch, capture_rows
 from vllm.model_executor.layers.residual.program_op import intervene_wanted
 from vllm.model_executor.layers.residual.steer_op import steer_rows
@@ -35,18 +34,11 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 
-logger = init_logger(__name__)
-
-
 def guard_copies() -> None:
     """Make Inductor keep copies whose storage offset differs, from now on."""
-    try:
-        from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_passes import post_grad
 
-        same_meta = post_grad.same_meta
-    except (ImportError, AttributeError):  # Not the PyTorch that upstream pins.
-        logger.debug("Inductor's pass that removes copies was not found")
-        return
+    same_meta = post_grad.same_meta
     if getattr(same_meta, "guarded", False):
         return
 
@@ -84,14 +76,11 @@ IMPORT = f"from {Launch.__module__} import {Launch.__name__}"
 
 def guard_calls() -> None:
     """Register the guarded form of each op with Inductor for later compilations."""
-    try:
-        from torch._inductor.codegen.custom_extern_kernel_codegen import (
-            CUSTOM_EXTERN_KERNEL_CODEGEN,
-            CustomCodegen,
-        )
-    except ImportError:  # Not the PyTorch that upstream pins for this platform.
-        logger.debug("Compiled code calls ops of hook points even if they are idle")
-        return
+    from torch._inductor.codegen.custom_extern_kernel_codegen import (
+        CUSTOM_EXTERN_KERNEL_CODEGEN,
+        CustomCodegen,
+    )
+
     for name, condition in CONDITIONS.items():
         function = FUNCTIONS.get(name) if current_platform.is_cpu() else None
         write = CustomCodegen(python=partial(_write_call, condition, function))
