@@ -23,6 +23,30 @@ logger = init_logger(__name__)
 API_KEY_VARIABLE = "VLLM_STEERING_API_KEY"
 
 
+NEEDLESS = (
+    "enable_declarative_gates",
+    "enable_cross_layer_monitor",
+    "enable_row_monitor",
+    "declarative_probe_sites",
+)
+"""Options of an earlier fork for what every server that steers can do."""
+NEEDS_STEERING = (
+    *NEEDLESS,
+    "steering_modules",
+    "steering_api_key",
+    "max_dynamic_steering_configs",
+)
+"""Options that change nothing without steering."""
+LEAST = {
+    "max_steering_configs": 1,
+    "max_patch_slots": 1,
+    "max_steering_ops": 1,
+    "steering_bank_mib": 0,
+    "max_dynamic_steering_configs": 0,
+}
+"""The smallest values of options."""
+
+
 def steering_config(
     args: "EngineArgs",
     model_config: "ModelConfig | None" = None,
@@ -45,53 +69,11 @@ def steering_config(
         or args.interp_engine_api
         or args.enable_patching
     )
-    _check_switches(args, enabled)
-    modules = named_paths(args.steering_modules, "--steering-modules", fail)
-    keys = given_values(args.steering_api_key)
-    if not enabled:
-        for name, value in (("modules", modules), ("api-key", keys)):
-            if value:
-                raise fail(
-                    f"--steering-{name} needs --enable-steering",
-                    f"steering_{name.replace('-', '_')}",
-                    list(modules) if name == "modules" else "(given)",
-                )
-    for name in ("max_steering_configs", "max_patch_slots", "max_steering_ops"):
-        if (number := getattr(args, name)) < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise fail(f"{option} must be at least 1", name, number)
-    if args.steering_bank_mib < 0:
-        raise fail(
-            "--steering-bank-mib must not be negative",
-            "steering_bank_mib",
-            args.steering_bank_mib,
-        )
-    if enabled and envs.VLLM_USE_RUST_FRONTEND:
-        raise fail(
-            "--enable-steering: the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops "
-            "the fields of steering; unset it to steer",
-            "enable_steering",
-            True,
-        )
-    if enabled and current_platform.is_cpu() and library() is None:
-        raise fail(
-            "--enable-steering: on a CPU the native library carries out operations, "
-            "and it was not built; install a C++20 compiler and build the fork again",
-            "enable_steering",
-            True,
-        )
-    if enabled and getattr(args, "enable_elastic_ep", False):
-        raise fail(
-            "--enable-steering: engines that join later (--enable-elastic-ep) would "
-            "not have the global vectors; leave out one of the two options",
-            "enable_steering",
-            True,
-        )
-    keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
-    if not all(key.strip() for key in keys):
-        raise fail(
-            "--steering-api-key must not be empty", "steering_api_key", "(empty)"
-        )
+    _check_options(args, enabled)
+    if enabled and (reason := _why_not(args)):
+        raise fail(f"--enable-steering: {reason}", "enable_steering", True)
+    _check_keys(args)
+    dynamic = args.max_dynamic_steering_configs
     config = SteeringConfig(
         enabled=enabled,
         max_configs=max(
@@ -100,8 +82,8 @@ def steering_config(
         ),
         max_operations=args.max_steering_ops,
         bank_mib=args.steering_bank_mib,
-        modules=modules,
-        max_dynamic=_max_dynamic(args.max_dynamic_steering_configs, enabled),
+        modules=named_paths(args.steering_modules, "--steering-modules", fail),
+        max_dynamic=MAX_DYNAMIC if dynamic is None else dynamic,
         hooks=args.vllm_lens_api,
         remote_code=args.allow_remote_code_hooks,
     )
@@ -110,58 +92,70 @@ def steering_config(
     return config
 
 
-def _check_switches(args: "EngineArgs", enabled: bool) -> None:
-    """Check the options that need steering, and say what they change."""
-    if needless := _needless(args):
-        if not enabled:
-            raise fail(
-                f"{needless[0]} needs --enable-steering",
-                needless[0].lstrip("-").replace("-", "_"),
-                True,
-            )
+def _check_options(args: "EngineArgs", enabled: bool) -> None:
+    """Check options one by one, and say what some of them change."""
+    needing = [name for name in NEEDS_STEERING if _is_given(getattr(args, name))]
+    for name in needing if not enabled else ():
+        value = "(given)" if name == "steering_api_key" else getattr(args, name)
+        raise fail(f"{_option(name)} needs --enable-steering", name, value)
+    if needless := [_option(name) for name in needing if name in NEEDLESS]:
         logger.info(
             "%s: changes nothing, as requests may have gates at every hook point",
             ", ".join(needless),
         )
-    if args.allow_remote_code_hooks:
-        _check_remote_code(args.vllm_lens_api)
-
-
-def _max_dynamic(number: int | None, enabled: bool) -> int:
-    if number is None:
-        return MAX_DYNAMIC
-    name = "max_dynamic_steering_configs"
-    if not enabled:
-        raise fail(
-            "--max-dynamic-steering-configs needs --enable-steering", name, number
-        )
-    if number < 0:
-        raise fail("--max-dynamic-steering-configs must not be negative", name, number)
-    return number
-
-
-def _needless(args: "EngineArgs") -> list[str]:
-    """The options given of an earlier fork for what every server that steers can do."""
-    given = {
-        "--enable-declarative-gates": args.enable_declarative_gates,
-        "--enable-cross-layer-monitor": args.enable_cross_layer_monitor,
-        "--enable-row-monitor": args.enable_row_monitor,
-        "--declarative-probe-sites": bool(args.declarative_probe_sites),
-    }
-    return [name for name, is_given in given.items() if is_given]
-
-
-def _check_remote_code(lens_api: bool) -> None:
-    if not lens_api:
+    for name, least in LEAST.items():
+        number = getattr(args, name)
+        if number is not None and number < least:
+            raise fail(f"{_option(name)} must be at least {least}", name, number)
+    if args.allow_remote_code_hooks and not args.vllm_lens_api:
         raise fail(
             "--allow-remote-code-hooks needs --vllm-lens-api, which sends such hooks",
             "allow_remote_code_hooks",
             True,
         )
-    logger.warning(
-        "--allow-remote-code-hooks: any client that can send requests to this server "
-        "can run any code in its workers. Use it only where every client is trusted"
-    )
+    if args.allow_remote_code_hooks:
+        logger.warning(
+            "--allow-remote-code-hooks: any client that can send requests to this "
+            "server can run any code in its workers. Use it only where every client "
+            "is trusted"
+        )
+
+
+def _is_given(value: Any) -> bool:
+    return bool(value) or type(value) is int  # The number 0 is given, False is not.
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _why_not(args: "EngineArgs") -> str:
+    """Why an engine with these options cannot steer; empty if it can."""
+    if envs.VLLM_USE_RUST_FRONTEND:
+        return (
+            "the Rust front end (VLLM_USE_RUST_FRONTEND=1) drops the fields of "
+            "steering; unset it to steer"
+        )
+    if current_platform.is_cpu() and library() is None:
+        return (
+            "on a CPU the native library carries out operations, and it was not "
+            "built; install a C++20 compiler and build the fork again"
+        )
+    if getattr(args, "enable_elastic_ep", False):
+        return (
+            "engines that join later (--enable-elastic-ep) would not have the global "
+            "vectors; leave out one of the two options"
+        )
+    return ""
+
+
+def _check_keys(args: "EngineArgs") -> None:
+    keys = given_values(args.steering_api_key)
+    keys += [key for key in [os.environ.get(API_KEY_VARIABLE, "")] if key]
+    if not all(key.strip() for key in keys):
+        raise fail(
+            "--steering-api-key must not be empty", "steering_api_key", "(empty)"
+        )
 
 
 def given_values(given: Any) -> list[str]:
