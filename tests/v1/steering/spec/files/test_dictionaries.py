@@ -12,14 +12,18 @@ import torch
 from hypothesis import strategies as st
 
 from vllm.v1.steering.errors import SteeringValidationError
-from vllm.v1.steering.spec.files.dictionaries import read_dictionary
+from vllm.v1.steering.spec.files import Reading, VectorSet, read_vectors
 
 FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
 ONE, TWO = [1.0, -2.0, 0.5], [4.0, 5.0, 6.0]
 
 
-def plain(path: Path, *options: Any) -> dict[Any, list[float]]:
-    found = read_dictionary(path, *options)
+def read_dictionary(path: Path, numbers: Any = None, **facts: Any) -> VectorSet:
+    return read_vectors(path, Reading(numbers=numbers, **facts))
+
+
+def plain(path: Path, *options: Any, **facts: Any) -> dict[Any, list[float]]:
+    found = read_dictionary(path, *options, **facts)
     return {tap: vector.tolist() for tap, vector in found.vectors.items()}
 
 
@@ -53,7 +57,7 @@ def test_names_say_where_a_vector_acts(tmp_path: Path) -> None:
 def test_numbers_mean_what_the_caller_says(tmp_path: Path, name: str) -> None:
     path = npz(tmp_path / "v.npz", {name.format(0): ONE, name.format(4): TWO})
     blocks = {(0, "post_attn"): ONE, (4, "post_attn"): TWO}
-    assert plain(path, "block", "post_attn") == blocks
+    assert plain(path, "block", hook="post_attn") == blocks
     states = {(0, "pre_attn"): ONE, (3, "post_block"): TWO}
     assert plain(path, "hidden_states") == states
     with pytest.raises(SteeringValidationError, match="--numbers"):
@@ -139,7 +143,7 @@ def test_a_key_that_names_a_place_is_no_name_to_be_moved(
 
 def test_states_have_their_own_hook_points(tmp_path: Path) -> None:
     path = npz(tmp_path / "v.npz", {"0": ONE, "4": TWO})
-    entering = plain(path, "hidden_states", "pre_attn")
+    entering = plain(path, "hidden_states", hook="pre_attn")
     assert entering == {(0, "pre_attn"): ONE}
     with pytest.raises(SteeringValidationError, match="hook: .* post_attn"):
-        read_dictionary(path, "hidden_states", "post_attn")
+        read_dictionary(path, "hidden_states", hook="post_attn")

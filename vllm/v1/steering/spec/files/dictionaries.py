@@ -37,35 +37,28 @@ from vllm.v1.steering.spec.reading import NUMBERS, Numbers, Reading
 _NUMBER = re.compile(r"(?:(?:layer|layers|direction|hidden_states)[._]?)?(\d{1,4})")
 
 
-def read_dictionary(
-    path: str | Path,
-    numbers: Numbers | None = None,
-    hook: str | None = None,
-    layer: int | None = None,
-    key: str | None = None,
-) -> VectorSet:
+def read_dictionary(file: Path, reading: Reading) -> VectorSet:
     """Read the vectors of a `.pt`, `.npy`, `.npz` or `.safetensors` file.
 
+    Pickled code is not executed.
+
     Args:
-        path: the file. Pickled code is not executed.
-        numbers: the meaning of numeric keys.
-        hook: the hook point of block numbers and of a vector without a place,
-            `post_block` by default; of other vectors, the one to read.
-        layer: the layer of a vector without a place; of others, the one to read.
-        key: the name of the tensor to read; all by default.
+        file: the file.
+        reading: the name of the tensor to read, if not all are read; the meaning of
+            numeric keys, and their hook point, `post_block` by default; the layer and
+            the hook point of a vector without a place; of others, those to read, if
+            there are such.
 
     Raises:
         SteeringValidationError: the file is invalid, a key is ambiguous, or nothing
-            has the given key, layer or hook point.
+            has the given key.
 
     """
-    file = Path(path)
-    if not file.is_file():
-        raise fail(f"path: there is no file {str(path)!r}", "path", str(path))
     tensors = _tensors(_loaded(file), file)
-    if key is not None:
+    if (key := reading.key) is not None:
         tensors = {str(name): tensor for name, tensor in tensors.items()}
         tensors = {name: tensors[name] for name in selected_keys(tensors, key, file)}
+    numbers = reading.numbers
     entries = list(_entries(tensors, numbers))
     numbered = [name for name, _ in entries if _NUMBER.fullmatch(str(name))]
     if numbers is not None and not numbered:
@@ -74,14 +67,13 @@ def read_dictionary(
             "numbers",
             numbers,
         )
-    reading = Reading(hook=hook, layer=layer)
     if len(entries) == 1 and not numbered and _named_place(entries[0][0]) is None:
         place = _stated(entries[0][0], reading, file)
         origin = Provenance(origin=f"{file.name}, one vector")
-        return vector_set({place: entries[0][1]}, origin, str(path))
+        return vector_set({place: entries[0][1]}, origin, str(file))
     vectors: dict[Tap, Any] = {}
     for name, vector in entries:
-        tap = _tap(name, numbers, hook, file)
+        tap = _tap(name, reading, file)
         if tap in vectors:
             raise fail(
                 f"path: {file.name!r} gives {tap[1]} of layer {tap[0]} twice",
@@ -89,11 +81,9 @@ def read_dictionary(
                 str(name),
             )
         vectors[tap] = vector
-    kept = {tap: vector for tap, vector in vectors.items() if reading.selects(tap)}
-    if not kept:
-        raise reading.nothing_at(file.name, list(vectors))
     origin = Provenance(origin=f"{file.name}, a dictionary")
-    return vector_set(kept, origin, str(path))
+    wanted = {tap: vector for tap, vector in vectors.items() if reading.selects(tap)}
+    return vector_set(wanted or vectors, origin, str(file))
 
 
 _READERS: Mapping[str, tuple[Callable[[Path], Any], str]] = {
@@ -168,7 +158,7 @@ def _named_place(key: Any) -> Tap | None:
     return (int(layer), name) if is_place else None
 
 
-def _tap(key: Any, numbers: Numbers | None, hook: str | None, file: Path) -> Tap:
+def _tap(key: Any, reading: Reading, file: Path) -> Tap:
     if (place := _named_place(key)) is not None:
         return place
     found = _NUMBER.fullmatch(str(key))
@@ -180,7 +170,7 @@ def _tap(key: Any, numbers: Numbers | None, hook: str | None, file: Path) -> Tap
             "path",
             str(key),
         )
-    if numbers is None:
+    if reading.numbers is None:
         raise fail(
             f"numbers: the key {str(key)!r} of {file.name!r} is a number, which has "
             "several meanings; choose one with --numbers:  "
@@ -189,6 +179,6 @@ def _tap(key: Any, numbers: Numbers | None, hook: str | None, file: Path) -> Tap
             None,
         )
     number = int(found[1])
-    if numbers == "block":
-        return number, hook or "post_block"
+    if reading.numbers == "block":
+        return number, reading.hook or "post_block"
     return (number - 1, "post_block") if number else (0, "pre_attn")

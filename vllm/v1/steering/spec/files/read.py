@@ -135,11 +135,6 @@ def _from_gguf(file: Path, reading: Reading) -> VectorSet:
     return read_gguf(file, reading.gguf_layers or "applied", reading.key)
 
 
-def _from_dictionary(file: Path, reading: Reading) -> VectorSet:
-    place = reading.hook, reading.layer
-    return read_dictionary(file, reading.numbers, *place, reading.key)
-
-
 PLACE = ("hook", "layer")
 
 FORMS = {
@@ -149,7 +144,7 @@ FORMS = {
     "svec": Form("an .svec file", PLACE, lambda file, _: read_svec(file)),
     "sae": Form("an SAE", (*PLACE, "feature"), read_feature),
     "dictionary": Form(
-        "a dictionary of tensors", (*PLACE, "key", "numbers"), _from_dictionary
+        "a dictionary of tensors", (*PLACE, "key", "numbers"), read_dictionary
     ),
 }
 """The forms of files, and which facts each takes."""
