@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,8 +55,7 @@ class Connections:
     ) -> tuple[int, SteeringTiers | None]:
         """Send a request; returns the bytes sent and the request received."""
         whole, sent = request(tiers, client), self.sent[client]
-        message = self._encoder.encode(sent.shortened(whole, engine))
-        sent.note(whole, engine)
+        message = sent.encoded(whole, self._encoder, engine)
         assert whole.sampling_params is not None
         assert whole.sampling_params._steering is tiers, "the front end's was changed"
         found = self._decoder.decode(message)
@@ -97,18 +97,21 @@ def test_vectors_travel_once_and_small_ones_each_time() -> None:
     assert first == again
 
 
+class Failing:
+    """An encoder that fails."""
+
+    def encode(self, message: object) -> None:
+        raise ValueError("a message that cannot be written")
+
+
 def test_what_could_not_be_written_is_not_counted_as_sent() -> None:
     connections = Connections()
-    whole = request(SteeringTiers(base=packed(1)))
-    # Sending fails, so neither side records it.
-    connections.sent[0].shortened(whole, 0)
     tiers = SteeringTiers(base=packed(1))
+    with pytest.raises(ValueError, match="cannot be written"):
+        connections.sent[0].encoded(request(tiers), Failing(), 0)
     assert connections.send(tiers)[1] == tiers
 
 
 def test_messages_of_other_kinds_go_as_they_are() -> None:
-    sent, whole = SentVectors(), request(SteeringTiers(base=packed(1)))
-    sent.note(whole, 0)
-    assert sent.shortened(whole, 0) is not whole
-    other = ("a utility", 1)
-    assert sent.shortened(other, 0) is other
+    other, encoder = ("a utility", 1), MsgpackEncoder()
+    assert SentVectors().encoded(other, encoder, 0) == encoder.encode(other)

@@ -8,7 +8,6 @@ sent as their digest.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +41,9 @@ class Passed:
         known = self._known[packed.digest]
         return structs.replace(packed, data=known.data)
 
-    def note(self, parts: Sequence[PackedVectors]) -> None:
-        """Record that vectors are sent, in this order, in full or as digests."""
-        for packed in parts:
+    def note(self, tiers: SteeringTiers) -> None:
+        """Record that vectors are sent, in their order, in full or as digests."""
+        for packed in filter(None, tiers.parts):
             size = len(packed.data)
             if not SMALLEST <= size <= self._most:
                 continue
@@ -66,38 +65,30 @@ class SentVectors:
     def __init__(self, most: int = MOST_REMEMBERED) -> None:
         self._passed: defaultdict[Any, Passed] = defaultdict(lambda: Passed(most))
 
-    def shortened(self, request: Any, engine: Any) -> Any:
-        """The message to send: vectors that the engine holds are replaced by digests.
+    def encoded(self, request: Any, encoder: Any, engine: Any) -> Any:
+        """Encode a message that will certainly be sent to an engine, in short form.
+
+        Vectors that the engine holds are replaced by digests.
 
         Args:
             request: the message, of any kind; it is not changed.
+            encoder: upstream's encoder of messages.
             engine: identifies the engine.
 
         """
-        tiers = _tiers(request)
+        is_request = hasattr(request, "sampling_params")
+        tiers = tiers_of(request) if is_request else None
         if tiers is None:
-            return request
+            return encoder.encode(request)
         passed = self._passed[engine]
-        if not any(packed in passed for packed in _parts(tiers)):
-            return request
-        return _with_tiers(
-            request,
-            tiers.changed(
-                lambda p: structs.replace(p, data=NO_DATA) if p in passed else p
-            ),
+        short = tiers.changed(
+            lambda p: structs.replace(p, data=NO_DATA) if p in passed else p
         )
-
-    def encoded(self, request: Any, encoder: Any, engine: Any) -> Any:
-        """Encode a message that will certainly be sent to an engine, in short form."""
-        frames = encoder.encode(self.shortened(request, engine))
-        self.note(request, engine)
+        sent = copy(request)  # The front end still uses the request.
+        sent.sampling_params = with_tiers(request.sampling_params, short)
+        frames = encoder.encode(sent)
+        passed.note(tiers)
         return frames
-
-    def note(self, request: Any, engine: Any) -> None:
-        """Record that a message, given in its full form, is being sent."""
-        tiers = _tiers(request)
-        if tiers is not None:
-            self._passed[engine].note(list(_parts(tiers)))
 
 
 class ReceivedVectors:
@@ -118,23 +109,6 @@ class ReceivedVectors:
         tiers = tiers.changed(
             lambda p: passed.find(p) if p.taps and not p.data.nbytes else p
         )
-        passed.note(list(_parts(tiers)))
+        passed.note(tiers)
         assert request.sampling_params is not None
         request.sampling_params._steering = tiers
-
-
-def _tiers(request: Any) -> SteeringTiers | None:
-    """The configuration of a request; None for other kinds of messages."""
-    return tiers_of(request) if hasattr(request, "sampling_params") else None
-
-
-def _parts(tiers: SteeringTiers) -> Iterator[PackedVectors]:
-    return (packed for packed in tiers.parts if packed is not None)
-
-
-def _with_tiers(request: "EngineCoreRequest", tiers: SteeringTiers) -> Any:
-    """A copy, because the front end still uses the request."""
-    assert request.sampling_params is not None
-    other = copy(request)
-    other.sampling_params = with_tiers(request.sampling_params, tiers)
-    return other
