@@ -45,10 +45,6 @@ class FiredCounts:
         """Count decisions: places `[n]` int64, gates `[n]`, both on the device."""
         self._counts.index_add_(0, places, (gates > FIRES_ABOVE).long())
 
-    def add_one(self, place: int, gate: torch.Tensor) -> None:
-        """Count one decision: its gate `[1]` is on the device."""
-        self._counts[place : place + 1] += (gate > FIRES_ABOVE).long()
-
     def grow(self, place: int, count: torch.Tensor) -> None:
         """Count several decisions at once: their number is on the device."""
         self._counts[place] += count

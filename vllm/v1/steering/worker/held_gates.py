@@ -350,7 +350,7 @@ class HeldGates:
         gate = decided(condition, total / one.length).float()
         self._value[one.place, column] = gate[0]
         self._since[one.place, column] = one.length
-        self._fired.add_one(one.deciding.count, gate)
+        self._fired.grow(one.deciding.count, (gate > FIRES_ABOVE).sum())
         if one.deciding.doses is not None:
             one.deciding.doses[one.rows.stop - 1] = gate[0]
 
