@@ -155,10 +155,10 @@ def test_a_probes_file_that_has_changed_is_not_steered_by(tmp_path: Path) -> Non
     save_probe(path, torch.ones(1, 4), layer=0)
     told = described_file("mood", str(path), model_config(4))
     known = KnownModules({"mood": told})
-    assert named_files(lambda: known).probe("mood", "when").tap == (0, HOOK)
+    assert named_files(known).probe("mood", "when").tap == (0, HOOK)
     save_probe(path, torch.ones(1, 4) * 2, layer=0)
     with pytest.raises(SteeringValidationError, match="has changed since"):
-        named_files(lambda: known).probe("mood", "when")
+        named_files(known).probe("mood", "when")
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor, list])

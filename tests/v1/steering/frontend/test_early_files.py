@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from tests.v1.steering.frontend._arguments import steering_arguments
 from vllm.v1.readouts.modules import save_probe
-from vllm.v1.residual.frontend.engine_args import steering_config
+from vllm.v1.residual.frontend import engine_args
 from vllm.v1.steering.errors import SteeringValidationError
 
 OUT = {"op": "project_out", "vector": [1.0] * 4}
@@ -34,6 +34,15 @@ def model(width: int = 4, layers: int = 3) -> Any:
 
 def arguments(path: str) -> Any:
     return steering_arguments(steering_modules={"calm": path})
+
+
+@pytest.fixture(autouse=True)
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_args, "capture_config", lambda *_: None)
+
+
+def steering_config(args: Any, model: Any) -> Any:
+    return engine_args.configs(args, model, None)["steering_config"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

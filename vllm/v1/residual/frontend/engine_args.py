@@ -9,14 +9,13 @@ from vllm.v1.readouts.engine_args import readout_config
 from vllm.v1.residual.frontend.named_files import named_files
 from vllm.v1.residual.frontend.options import EngineOptions, add_options
 from vllm.v1.residual.module_info import KnownModules
-from vllm.v1.steering.frontend import engine_args as steering
+from vllm.v1.steering.frontend.engine_args import steering_config
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SchedulerConfig
-    from vllm.config.steering import SteeringConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["EngineOptions", "add_arguments", "configs", "steering_config"]
+__all__ = ["EngineOptions", "add_arguments", "configs"]
 
 
 INTERP_CONFIGS = 16
@@ -67,24 +66,11 @@ def configs(
         VLLMValidationError: an option is invalid.
 
     """
+    readouts = readout_config(args, model)
+    # Files of vectors may name the modules of readouts.
+    named = named_files(KnownModules(readouts.described))
     return {
         "capture_config": capture_config(args, model, scheduler),
-        "steering_config": steering_config(args, model),
-        "readout_config": readout_config(args, model),
+        "steering_config": steering_config(args, model, named),
+        "readout_config": readouts,
     }
-
-
-def steering_config(
-    args: "EngineArgs", model_config: "ModelConfig | None" = None
-) -> "SteeringConfig":
-    """As of steering, whose files may name the modules of readouts.
-
-    Raises:
-        SteeringValidationError: an option is invalid, or needs `--enable-steering`.
-
-    """
-    if model_config is None:
-        return steering.steering_config(args)
-    known = model_config
-    named = named_files(lambda: KnownModules(readout_config(args, known).described))
-    return steering.steering_config(args, known, named)

@@ -310,7 +310,7 @@ def open_front_end(engine: "LLMEngine | AsyncLLM", offline: bool = False) -> Fro
         check_places(config)
     modules = KnownModules(config.readout_config.described)
     readouts = ReadoutAdmission(config, modules, as_array)
-    named = named_files(lambda: modules)
+    named = named_files(modules)
     capture = open_capture(engine, readouts, offline)
     control: Any = SteeringControl if offline else async_frontend.open_control
     opened = FrontEnd(

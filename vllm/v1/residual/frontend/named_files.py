@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes and SAEs of a server, as entries of steering name them."""
 
-from collections.abc import Callable
-
 from vllm.v1.readouts.modules import ProbeModule, load_module
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
 from vllm.v1.steering.spec.named import NamedFiles, NamedProbe
 
 
-def named_files(known: Callable[[], KnownModules]) -> NamedFiles:
-    """The files of the modules that `known` returns, on first use."""
+def named_files(known: KnownModules) -> NamedFiles:
+    """The files of these modules."""
     return NamedFiles(known, _load_probe)
 
 

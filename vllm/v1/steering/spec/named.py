@@ -4,7 +4,6 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from vllm.v1.residual.bounds import listed
 from vllm.v1.residual.module_info import KnownModules, ModuleInfo
@@ -34,24 +33,20 @@ class NamedFiles:
 
     def __init__(
         self,
-        known: Callable[[], KnownModules],
+        known: KnownModules,
         load_probe: Callable[[ModuleInfo], NamedProbe | None],
     ) -> None:
         """Start without having read a file.
 
         Args:
-            known: returns the modules, on first use.
+            known: the modules.
             load_probe: reads a probe's file; None if it has changed since.
 
         """
         self._lock = threading.RLock()
-        self._find = known
+        self._known = known
         self._load_probe = load_probe
         self._probes: dict[str, tuple[ModuleInfo, NamedProbe]] = {}
-
-    @cached_property
-    def _known(self) -> KnownModules:
-        return self._find()
 
     def probe(self, name: str, at: str) -> NamedProbe:
         """The probe of a name.
@@ -98,4 +93,4 @@ class NamedFiles:
         )
 
 
-NONE_NAMED = NamedFiles(lambda: KnownModules({}), lambda info: None)
+NONE_NAMED = NamedFiles(KnownModules({}), lambda info: None)
