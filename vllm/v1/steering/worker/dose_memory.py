@@ -4,10 +4,13 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import structs
 
 from vllm.model_executor.layers.residual.program import NO_GATE
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.receipts import Effect
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import Operation
@@ -15,30 +18,39 @@ from vllm.v1.steering.receipts import WHEN
 from vllm.v1.steering.worker.gates import Gate
 from vllm.v1.steering.worker.stages import Reader
 
-FIRST_COLUMNS = 16
+COLUMNS = 16
+"""Columns that are allocated at a time."""
 
 
 class DoseMemory:
-    """Memory for the doses of a step's tokens, shared by all programs.
+    """Columns for the doses of a step's tokens, shared by all programs.
 
-    A token has one program, so all programs use the same rows. The memory is allocated
-    when a receipt is first requested, and replaced by more if a program has more
-    effects; programs keep the memory that they were made for.
+    A token has one program, so all programs use the same rows. Columns are allocated
+    when a receipt is first requested, and more of them as programs have more effects.
     """
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self._num_tokens = num_tokens
-        self._device = device
-        self._memory: torch.Tensor | None = None
+        self.device = device
+        self._blocks: list[torch.Tensor] = []  # [tokens, COLUMNS] each, float32
 
-    def with_columns(self, count: int) -> torch.Tensor:
-        """Memory of at least `count` columns, float32 `[tokens, columns]`."""
-        if self._memory is None or self._memory.shape[1] < count:
-            columns = FIRST_COLUMNS
-            while columns < count:
-                columns *= 2
-            self._memory = torch.empty(self._num_tokens, columns, device=self._device)
-        return self._memory
+    def columns(self, count: int) -> list[torch.Tensor]:
+        """The first `count` columns, `[tokens]` each."""
+        while len(self._blocks) * COLUMNS < count:
+            new = torch.empty(self._num_tokens, COLUMNS, device=self.device)
+            self._blocks.append(new)
+        return [column for block in self._blocks for column in block.unbind(1)][:count]
+
+    def clear(self, stop: int) -> None:
+        """Mark the tokens below `stop` as without doses."""
+        for block in self._blocks:
+            block[:stop].fill_(torch.nan)
+
+    def rows(self, tokens: npt.NDArray[np.intp], count: int) -> torch.Tensor:
+        """The first `count` doses of some tokens, `[len(tokens), count]`."""
+        index = async_tensor_h2d(tokens, self.device, torch.int64)
+        found = torch.cat([block.index_select(0, index) for block in self._blocks], 1)
+        return found[:, :count].contiguous()
 
 
 def measured_effects(

@@ -7,7 +7,6 @@ out with the step's output. Programs of other requests store nothing. With pipel
 stages the rows travel with the hidden states, and each stage fills in its columns.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.receipts import ReceiptPart, StepReceipt
+from vllm.v1.steering.worker.dose_memory import DoseMemory
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.requests import RequestTokens
 
@@ -49,15 +48,15 @@ class Route(Enum):
 class StepDoses:
     """The doses of the current step. Engine thread only."""
 
-    def __init__(self, device: torch.device, route: Route) -> None:
+    def __init__(self, memory: DoseMemory, route: Route) -> None:
         """Start without any.
 
         Args:
-            device: of the doses.
+            memory: in which programs store them.
             route: where they go.
 
         """
-        self._device = device
+        self._memory = memory
         self._route = route
         self._planned: list[Measured] = []
         self._starts: dict[str, int] = {}
@@ -100,12 +99,8 @@ class StepDoses:
 
     def begin(self) -> None:
         """Mark all tokens as without doses, before the pass."""
-        if not self._planned:
-            return
-        stop = max(one.token + one.count for one in self._planned)
-        memories = {id(one.phase.doses): one.phase.doses for one in self._planned}
-        for memory in memories.values():
-            memory[:stop].fill_(torch.nan)
+        if self._planned:
+            self._memory.clear(max(one.token + one.count for one in self._planned))
 
     def end(self) -> None:
         """Start the copy of the doses to the host, after the pass is queued."""
@@ -114,31 +109,21 @@ class StepDoses:
         earlier, self.earlier = self.earlier, None
         if not planned or self._route is Route.NOWHERE:
             return
-        by_memory: dict[int, list[Measured]] = defaultdict(list)
-        for one in planned:
-            by_memory[id(one.phase.doses)].append(one)
-        groups = list(by_memory.values())
-        rows = [self._rows(alike) for alike in groups]
-        if earlier is not None:
-            rows = _completed(rows, earlier)
+        tokens = [np.arange(one.token, one.token + one.count) for one in planned]
+        width = max(len(one.phase.effects) for one in planned)
+        rows = self._memory.rows(np.concatenate(tokens), width)
+        if earlier is not None:  # Each stage has columns of its own.
+            rows = torch.where(rows.isnan(), earlier.view_as(rows), rows)
         if self._route is Route.NEXT_STAGE:
-            self._sent = torch.cat([one.flatten() for one in rows])
+            self._sent = rows.flatten()
             return
-        copies = list(zip(groups, map(_on_host, rows), strict=True))
         done = None
-        if self._device.type == "cuda":
+        if rows.is_cuda:
+            host = torch.empty_like(rows, device="cpu", pin_memory=True)
+            rows = host.copy_(rows, non_blocking=True)
             done = torch.cuda.Event(blocking=True)
             done.record()
-        self._pending = PendingDoses(copies, starts, done)
-
-    def _rows(self, alike: Sequence[Measured]) -> torch.Tensor:
-        """The doses `[tokens, effects]` of tokens whose programs share memory."""
-        tokens = np.concatenate(
-            [np.arange(one.token, one.token + one.count) for one in alike]
-        )
-        index = async_tensor_h2d(tokens, self._device, torch.int64)
-        width = max(len(one.phase.effects) for one in alike)
-        return alike[0].phase.doses[:, :width].index_select(0, index)
+        self._pending = PendingDoses(planned, rows, starts, done)
 
     def take_sent(self) -> torch.Tensor | None:
         """Remove and return what goes to the next stage, `[values]`, if anything."""
@@ -151,48 +136,27 @@ class StepDoses:
         return pending
 
 
-def _completed(
-    rows: Sequence[torch.Tensor], earlier: torch.Tensor
-) -> list[torch.Tensor]:
-    """A stage's rows, with the doses of earlier stages `[values]` where it has none."""
-    found = earlier.split([one.numel() for one in rows])
-    return [
-        torch.where(own.isnan(), before.view_as(own), own)
-        for own, before in zip(rows, found, strict=True)
-    ]
-
-
-def _on_host(rows: torch.Tensor) -> torch.Tensor:
-    """Rows on their way to the host."""
-    if rows.device.type == "cpu":
-        return rows
-    host = torch.empty_like(rows, device="cpu", pin_memory=True)
-    return host.copy_(rows, non_blocking=True)
-
-
 class PendingDoses(NamedTuple):
     """The doses of a step, possibly still being copied to the host."""
 
-    copies: Sequence[tuple[Sequence[Measured], torch.Tensor]]
+    planned: Sequence[Measured]
+    rows: torch.Tensor  # [tokens, effects], on the host
     starts: Mapping[str, int]
     done: "torch.cuda.Event | None"
 
     def collect(self) -> dict[str, StepReceipt]:
-        """Wait for the copies and return the doses by request id."""
+        """Wait for the copy and return the doses by request id."""
         if self.done is not None:
             self.done.synchronize()
         found: dict[str, StepReceipt] = {}
-        for alike, rows in self.copies:
-            doses, at = rows.numpy(), 0
-            for one in alike:
-                effects = one.phase.effects
-                own = doses[at : at + one.count, : len(effects)]
-                at += one.count
-                of_request = found.setdefault(
-                    one.req_id, StepReceipt(self.starts[one.req_id], [])
-                )
-                part = ReceiptPart(one.position, effects, np.ascontiguousarray(own))
-                of_request.parts.append(part)
-        for receipt in found.values():
-            receipt.parts.sort(key=lambda part: part.start)
+        doses, at = self.rows.numpy(), 0
+        for one in self.planned:
+            effects = one.phase.effects
+            own = doses[at : at + one.count, : len(effects)]
+            at += one.count
+            of_request = found.setdefault(
+                one.req_id, StepReceipt(self.starts[one.req_id], [])
+            )
+            part = ReceiptPart(one.position, effects, np.ascontiguousarray(own))
+            of_request.parts.append(part)
         return found

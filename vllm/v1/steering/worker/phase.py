@@ -123,8 +123,6 @@ class Phase:
         self._probes, self._sums = self._uploaded(added, summed)
         self.effects: tuple[Effect, ...] = ()
         """What all stages measure at each token, if anything is measured."""
-        self.doses = torch.empty(0, 0)
-        """The doses, float32 `[tokens, >= len(effects)]`, if anything is measured."""
         self._measure(memory, every, deciding, list(added))
         self.positioned = _by_positions(self.operations)
         """By positions, the numbers of the operations that act there only."""
@@ -219,8 +217,7 @@ class Phase:
         self.effects, places = measured_effects(gates, added, every)
         if not self.effects:
             return
-        self.doses = memory.with_columns(len(self.effects))
-        columns = self.doses.unbind(1)
+        columns = memory.columns(len(self.effects))
         self._probes = {
             gate: replace(one, doses=columns[gates.index(gate)])
             for gate, one in self._probes.items()

@@ -157,7 +157,8 @@ class SteeringTables:
         """The programs of operations, with the same row numbers."""
         self.bank = Bank(partial(width_at, shapes, width), device, bank_bytes, saes)
         """The vectors of those operations."""
-        self._doses = DoseMemory(num_tokens, device)
+        self.doses = DoseMemory(num_tokens, device)
+        """The doses of tokens whose requests asked for a receipt."""
         self.fired = FiredCounts(device)
         """The number of tokens at which conditions have fired."""
         self.phases: dict[int, Phase] = {}
@@ -257,7 +258,7 @@ class SteeringTables:
         if phase == "prefill":
             later += deciding(gated(shared, [shared.decode], 0))
             later += deciding(gated(own, [own.decode], MAX_CONDITIONS))
-        memory = self._doses if own.receipt else None
+        memory = self.doses if own.receipt else None
         if not pairs and not later and (memory is None or not sums):
             return Row(added, None)
         for condition in (*shared.conditions, *own.conditions):

@@ -119,7 +119,7 @@ class WorkerSteering:
         self._prompt_lengths: dict[str, int] = {}
         self._held = HeldGates(device, self.tables.fired)
         """Gate decisions that hold for later tokens."""
-        self.doses = StepDoses(device, doses)
+        self.doses = StepDoses(self.tables.doses, doses)
         """The doses of requests with a receipt."""
         self._stages = StageGates(device, self.tables.fired, self.doses)
         """What is exchanged with other pipeline stages."""
