@@ -9,7 +9,6 @@ import torch
 
 from vllm.v1.residual.receipts import Fired, FiredLabel
 from vllm.v1.steering.conditions import Condition
-from vllm.v1.steering.receipts import FIRES_ABOVE
 
 MOST_CONDITIONS = 256
 """Most conditions that are counted separately; further ones are counted together."""
@@ -41,12 +40,8 @@ class FiredCounts:
         place = self.place(condition)
         return self._counts[place : place + 1]
 
-    def add(self, places: torch.Tensor, gates: torch.Tensor) -> None:
-        """Count decisions: places `[n]` int64, gates `[n]`, both on the device."""
-        self._counts.index_add_(0, places, (gates > FIRES_ABOVE).long())
-
     def grow(self, place: int, count: torch.Tensor) -> None:
-        """Count several decisions at once: their number is on the device."""
+        """Count decisions, whose number is on the device."""
         self._counts[place] += count
 
     def send(self) -> None:

@@ -141,8 +141,11 @@ FIRST_ROOM = 16
 """Number of requests for which memory is allocated at first."""
 
 
-class Mean(NamedTuple):
-    """Prompt tokens of a step whose values are part of a mean."""
+class Decision(NamedTuple):
+    """Prompt tokens of a step, the last of which decides for later ones, or the mean.
+
+    For a mean, those of a part of the prompt are added up.
+    """
 
     deciding: Deciding
     rows: slice
@@ -176,24 +179,22 @@ class HeldGates:
         )
         self._total = torch.zeros(FIRST_ROOM, GATES, dtype=torch.float64, device=device)
         """Sums of probes' values over a prompt, of which the mean decides."""
-        self._means: list[Mean] = []
         self._places: dict[str, int] = {}
         self._free = list(range(FIRST_ROOM))
         self._decided: set[str] = set()
         self._reads: list[tuple[int, int, int, int]] = []
         """For the planned step: row of a token, row of its request, its position, and
         the number of consecutive tokens."""
-        self._decides: list[tuple[int, int, int, int, int]] = []
-        """Token row, request row, column, the position from which the decision holds,
-        and the place of the condition's count."""
+        self._decides: list[Decision] = []
         self._fires: list[tuple[int, int, int, int]] = []
-        """The first four, for gates that stay closed unless the token opens them."""
+        """Token row, request row, column and position, of gates that stay closed unless
+        the token opens them."""
         self._latches = StepLatches(device, fired)
 
     @property
     def is_used(self) -> bool:
         """Whether the planned step reads or makes held decisions."""
-        return bool(self._reads or self._decides or self._means or self._latches)
+        return bool(self._reads or self._decides or self._latches)
 
     def forget(self, finished: Iterable[str]) -> None:
         """Drop the decisions of finished requests."""
@@ -208,7 +209,7 @@ class HeldGates:
 
     def plan_nothing(self) -> None:
         """Plan a pass that neither reads nor decides gates."""
-        self._reads, self._decides, self._fires, self._means = [], [], [], []
+        self._reads, self._decides, self._fires = [], [], []
         self._latches.clear()
 
     def plan(
@@ -235,19 +236,13 @@ class HeldGates:
             ends = undecided and one.length <= one.stop
             if ends:
                 self._decided.add(one.req_id)
-                row = offset + one.length - 1
-                self._decides += [
-                    (row, place, each.gate.column, one.length, each.count)
-                    for each in deciding
-                    if not each.gate.condition.mean
-                ]
             if undecided:
                 rows_of = slice(offset + one.start, offset + one.middle)
                 length = one.length if ends else 0
-                self._means += [
-                    Mean(each, rows_of, place, one.start == 0, length)
+                self._decides += [
+                    Decision(each, rows_of, place, one.start == 0, length)
                     for each in deciding
-                    if each.gate.condition.mean
+                    if ends or each.gate.condition.mean
                 ]
             self._plan_latches(one, phases, place)
             if one.middle == one.stop or decode is None or not held:
@@ -322,13 +317,8 @@ class HeldGates:
     def save(self, gates: torch.Tensor) -> None:
         """Store the decisions that the pass has made."""
         self._latches.save(gates, self._since, self._value)
-        if self._decides:
-            rows, places, columns, since, counts = self._indices(self._decides)
-            self._value[places, columns] = gates[rows, columns]
-            self._since[places, columns] = since.int()
-            self._fired.add(counts, gates[rows, columns])
-        for mean in self._means:
-            self._add(mean, gates)
+        for one in self._decides:
+            self._decide(one, gates)
         if self._fires:
             rows, places, columns, since = self._indices(self._fires)
             before = self._since[places, columns]
@@ -337,22 +327,23 @@ class HeldGates:
             self._since[places, columns] = torch.where(opened, since.int(), before)
         self.plan_nothing()  # A following dummy batch is not planned.
 
-    def _add(self, one: Mean, gates: torch.Tensor) -> None:
-        """Add the values of prompt tokens, and decide after the last one."""
+    def _decide(self, one: Decision, gates: torch.Tensor) -> None:
+        """Keep what the prompt's last token has decided, or what the mean decides."""
         condition, column = one.deciding.gate
-        value = gates[one.rows, column].double().sum()
-        total = self._total[one.place, column : column + 1]
-        if one.begins:
-            total.zero_()
-        total += value
-        if not one.length:
-            return
-        gate = decided(condition, total / one.length).float()
-        self._value[one.place, column] = gate[0]
+        gate = gates[one.rows.stop - 1, column]
+        if condition.mean:
+            total = self._total[one.place, column]
+            if one.begins:
+                total.zero_()
+            total += gates[one.rows, column].double().sum()
+            if not one.length:
+                return
+            gate = decided(condition, total / one.length).float()
+            if one.deciding.doses is not None:
+                one.deciding.doses[one.rows.stop - 1] = gate
+        self._value[one.place, column] = gate
         self._since[one.place, column] = one.length
         self._fired.grow(one.deciding.count, (gate > FIRES_ABOVE).sum())
-        if one.deciding.doses is not None:
-            one.deciding.doses[one.rows.stop - 1] = gate[0]
 
     def _indices(self, found: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
         table = np.array(found, dtype=np.int64).T.copy()
