@@ -2,6 +2,7 @@
 """Instructions of operations, and their vectors on the device."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -133,17 +134,13 @@ def _array(one: Operation, name: str) -> Vector:
     return found
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Kept:
     """An instruction and its vectors on the device, alive while a phase uses it."""
 
-    __slots__ = ("__weakref__", "carried", "instruction")
-
-    def __init__(
-        self, instruction: Instruction, carried: Instruction | None = None
-    ) -> None:
-        self.instruction = instruction
-        self.carried = carried
-        """Stores the value that the instruction needs from an earlier hook point."""
+    instruction: Instruction
+    carried: Instruction | None
+    """Stores the value that the instruction needs from an earlier hook point."""
 
 
 class Bank:

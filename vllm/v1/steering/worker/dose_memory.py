@@ -15,8 +15,7 @@ from vllm.v1.residual.receipts import Effect
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import Operation
 from vllm.v1.steering.receipts import WHEN
-from vllm.v1.steering.worker.gates import Gate
-from vllm.v1.steering.worker.stages import Reader
+from vllm.v1.steering.worker.gates import Gate, Reader
 
 COLUMNS = 16
 """Columns that are allocated at a time."""

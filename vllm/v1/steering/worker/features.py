@@ -11,21 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from vllm.model_executor.layers.residual.program import (
-    MOST_STORED,
-    NO_GATE,
-    STORED,
     Activation,
     Flag,
     Instruction,
     Kind,
 )
 from vllm.v1.residual.sae import SparseAutoencoder
-from vllm.v1.steering.features import MAX_CARRIED, FeatureUse
-from vllm.v1.steering.plan import Operation, PackedVectors, SteeringTiers, operations_of
-
-assert MOST_STORED == 2 * MAX_CARRIED, "the engine's activations and a request's"
-ENGINES, REQUESTS = STORED, STORED + MAX_CARRIED
-"""First columns of the engine's activations, and of a request's."""
+from vllm.v1.steering.features import FeatureUse
+from vllm.v1.steering.plan import Operation
 
 SAEs: TypeAlias = Callable[[str], SparseAutoencoder]
 """Returns the worker's SAE of a name, on the worker's device."""
@@ -72,25 +65,6 @@ def carried_instruction(one: Operation, saes: SAEs) -> Instruction | None:
     if made.activation == Activation.SELECT:  # Nothing is written.
         return replace(made, flags=kept, write=made.read, own_c0=None, own_c1=None)
     return Instruction(Kind.PROBE, made.read, flags=kept)
-
-
-def carried_columns(
-    tiers: SteeringTiers, parts: Iterable[PackedVectors | None], first: int
-) -> list[int]:
-    """Assign columns to the transcoders' activations of a configuration.
-
-    Args:
-        tiers: the whole configuration; an operation has the same column in each phase.
-        parts: the tiers that act in one phase.
-        first: first column of the engine or of requests.
-
-    Returns:
-        For each operation of the parts its column, or `NO_GATE`.
-
-    """
-    columns = {digest: first + n for n, digest in enumerate(tiers.carried)}
-    assert len(columns) <= MAX_CARRIED, "admission accepted too many"
-    return [columns.get(one.digest, NO_GATE) for one in operations_of(*parts)]
 
 
 def _decoder_row(use: FeatureUse, sae: SparseAutoencoder) -> torch.Tensor:

@@ -3,6 +3,7 @@
 
 The engine's conditions take the first columns, those of a request's configuration the
 following ones, so a change of the global vectors does not move the request's columns.
+So do activations of transcoders, which further columns hold.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,15 +14,20 @@ import torch
 
 from vllm.model_executor.layers.residual.program import (
     GATES,
+    MOST_STORED,
+    NO_GATE,
+    STORED,
     Flag,
     Kind,
 )
 from vllm.v1.steering.conditions import MAX_CONDITIONS, Condition
+from vllm.v1.steering.features import MAX_CARRIED
 from vllm.v1.steering.plan import Operation, PackedVectors, SteeringTiers, operations_of
 from vllm.v1.steering.worker.bank import Draft
 from vllm.v1.steering.worker.fired import FiredCounts
 
 assert GATES == 2 * MAX_CONDITIONS, "the engine's conditions and those of a request"
+assert MOST_STORED == 2 * MAX_CARRIED, "the engine's activations and a request's"
 
 
 class Gate(NamedTuple):
@@ -51,26 +57,36 @@ def decided(condition: Condition, value: torch.Tensor) -> torch.Tensor:
     return (beyond > 0).to(value.dtype)
 
 
-Gated: TypeAlias = tuple[Operation, Gate | None]
-"""An operation with the gate on which it depends, if any."""
+Reader: TypeAlias = tuple[Operation, Gate | None, int]
+"""An operation, the gate on which it depends, if any, and the column of its
+transcoder's activation, or `NO_GATE`."""
 
 
-def gated(
-    tiers: SteeringTiers, parts: Iterable[PackedVectors | None], first: int
-) -> list[Gated]:
-    """Assign gate columns to the operations of a configuration.
+def readers_of(
+    tiers: SteeringTiers, parts: Iterable[PackedVectors | None], of_engine: bool
+) -> list[Reader]:
+    """Assign columns of gates and of activations to operations of a configuration.
 
     Args:
-        tiers: the whole configuration; in each of its phases a condition has the same
-            column.
+        tiers: the whole configuration; in each of its phases a condition, or an
+            operation with an activation, has the same column.
         parts: the tiers that act in one phase.
-        first: first column of the engine or of requests.
+        of_engine: whether these are the engine's; else they are a request's.
 
     """
+    first, stored = 0, STORED
+    if not of_engine:
+        first, stored = first + MAX_CONDITIONS, stored + MAX_CARRIED
     gates = {one: Gate(one, first + n) for n, one in enumerate(tiers.conditions)}
+    columns = {digest: stored + n for n, digest in enumerate(tiers.carried)}
     assert len(gates) <= MAX_CONDITIONS, "admission accepted too many conditions"
+    assert len(columns) <= MAX_CARRIED, "admission accepted too many activations"
     return [
-        (one, None if one.details.when is None else gates[one.details.when])
+        (
+            one,
+            None if one.details.when is None else gates[one.details.when],
+            columns.get(one.digest, NO_GATE),
+        )
         for one in operations_of(*parts)
     ]
 
@@ -112,7 +128,7 @@ def in_columns(gates: Iterable[Gate | None]) -> Sequence[Gate]:
     return [found[column] for column in sorted(found)]
 
 
-def deciding(decode: Iterable[Gated]) -> list[Gate]:
+def deciding(decode: Iterable[Reader]) -> list[Gate]:
     """The gates for generated tokens that the last prompt token decides."""
-    gates = (gate for _, gate in decode)
+    gates = (gate for _, gate, _ in decode)
     return [gate for gate in in_columns(gates) if gate.condition.scope == "prompt"]

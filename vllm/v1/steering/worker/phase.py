@@ -34,11 +34,12 @@ from vllm.v1.steering.worker.fired import FiredCounts
 from vllm.v1.steering.worker.gates import (
     Deciding,
     Gate,
+    Reader,
     draft_probe,
     in_columns,
 )
 from vllm.v1.steering.worker.programs import Programs, place
-from vllm.v1.steering.worker.stages import Reader, crossing_of
+from vllm.v1.steering.worker.stages import crossing_of
 
 if TYPE_CHECKING:
     from vllm.v1.steering.worker.matrix_programs import Template

@@ -23,7 +23,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.plan import Operation
 from vllm.v1.steering.worker.fired import FiredCounts
-from vllm.v1.steering.worker.gates import Gate
+from vllm.v1.steering.worker.gates import Gate, Reader
 
 if TYPE_CHECKING:
     from vllm.v1.steering.worker.doses import StepDoses
@@ -45,10 +45,6 @@ class Crossing(NamedTuple):
     def is_used(self) -> bool:
         """Whether anything is exchanged."""
         return self.sends or bool(self.received)
-
-
-Reader = tuple[Operation, Gate | None, int]
-"""An operation, its gate, and the column of its transcoder's activation, if any."""
 
 
 def crossing_of(readers: Iterable[Reader], taps: Collection[Tap]) -> Crossing:
@@ -109,7 +105,7 @@ class StageGates:
         """Which gates are those of earlier stages."""
         self._num_sent = 0
         """Number of tokens whose gates are sent."""
-        self._arrived: Callable[[], dict[str, Any]] | None = None
+        self._arriving: tuple[dict[str, Any], Callable[[], None]] | None = None
         self.has_counts = False
         """Whether earlier stages have sent counts with the current step."""
 
@@ -148,15 +144,8 @@ class StageGates:
             wait: returns when they have.
 
         """
-        self._arrived = None
         self.has_counts = COUNTS in tensors
-        if not NAMES.isdisjoint(tensors):
-
-            def arrived() -> dict[str, Any]:
-                wait()
-                return {name: tensors.pop(name) for name in NAMES & tensors.keys()}
-
-            self._arrived = arrived
+        self._arriving = None if NAMES.isdisjoint(tensors) else (tensors, wait)
 
     def load(self, gates: torch.Tensor) -> None:
         """Write what was received to the gates `[>= T, GATE_COLUMNS]`.
@@ -164,9 +153,11 @@ class StageGates:
         Called after decisions that this stage holds were written: it has columns for
         all, and those of other stages' conditions are overwritten.
         """
-        if self._arrived is None:
+        if self._arriving is None:
             return
-        tensors, self._arrived = self._arrived(), None
+        (arriving, wait), self._arriving = self._arriving, None
+        wait()
+        tensors = {name: arriving.pop(name) for name in NAMES & arriving.keys()}
         if COUNTS in tensors:
             self._fired.earlier = tensors[COUNTS]
         self._doses.earlier = tensors.get(DOSES)

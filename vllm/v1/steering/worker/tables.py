@@ -14,7 +14,6 @@ from vllm.utils.math_utils import round_up
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import INNER_POINTS, Shapes, Tap, width_at
-from vllm.v1.steering.conditions import MAX_CONDITIONS
 from vllm.v1.steering.plan import (
     NO_STEERING,
     PackedVectors,
@@ -31,14 +30,9 @@ from vllm.v1.steering.slots import (
 )
 from vllm.v1.steering.worker.bank import Bank
 from vllm.v1.steering.worker.dose_memory import DoseMemory
-from vllm.v1.steering.worker.features import (
-    ENGINES,
-    REQUESTS,
-    SAEs,
-    carried_columns,
-)
+from vllm.v1.steering.worker.features import SAEs
 from vllm.v1.steering.worker.fired import FiredCounts
-from vllm.v1.steering.worker.gates import Gate, deciding, gated
+from vllm.v1.steering.worker.gates import Gate, deciding, readers_of
 from vllm.v1.steering.worker.phase import Phase
 from vllm.v1.steering.worker.programs import ProgramIndex
 
@@ -253,20 +247,18 @@ class SteeringTables:
         ours, theirs = (_parts(tiers, phase) for tiers in (shared, own))
         sums = total([*ours, *theirs])
         added = {tap: v for tap, v in sums.items() if tap in self._columns}
-        pairs = [*gated(shared, ours, 0), *gated(own, theirs, MAX_CONDITIONS)]
+        readers = readers_of(shared, ours, True) + readers_of(own, theirs, False)
         later: list[Gate] = []
         if phase == "prefill":
-            later += deciding(gated(shared, [shared.decode], 0))
-            later += deciding(gated(own, [own.decode], MAX_CONDITIONS))
+            later += deciding(readers_of(shared, [shared.decode], True))
+            later += deciding(readers_of(own, [own.decode], False))
         memory = self.doses if own.receipt else None
-        if not pairs and not later and (memory is None or not sums):
+        if not readers and not later and (memory is None or not sums):
             return Row(added, None)
         for condition in (*shared.conditions, *own.conditions):
             self.fired.place(condition)  # In the same order at all pipeline stages.
-        columns = carried_columns(shared, ours, ENGINES)
-        columns += carried_columns(own, theirs, REQUESTS)
         made = Phase(
-            [(*pair, column) for pair, column in zip(pairs, columns, strict=True)],
+            readers,
             later,
             sums,
             self._taps,
