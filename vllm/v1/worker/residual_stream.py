@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.logger import init_logger
 from vllm.v1.capture.worker.worker import WorkerCapture
 from vllm.v1.hooks.worker.worker import WorkerHooks
 from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.readouts.worker.worker import WorkerReadouts
 from vllm.v1.residual.capture_plan import CaptureEnd
 from vllm.v1.residual.plain_tensors import packed, unpacked
+from vllm.v1.residual.plugin_errors import described
 from vllm.v1.residual.steering_actions import Acting, Action
 from vllm.v1.residual.step_view import StepView
 from vllm.v1.residual.tap import Shapes
@@ -26,7 +28,7 @@ from vllm.v1.steering.worker.worker import WorkerSteering
 from vllm.v1.worker.nonfinite_rows import clear_nonfinite_rows
 from vllm.v1.worker.residual_graph_choice import GraphFamilies
 from vllm.v1.worker.residual_graphs import NOTHING, Ops, without_graph
-from vllm.v1.worker.step_additions import NOTES, Additions, StepFaults, attach
+from vllm.v1.worker.step_additions import NOTES, Additions, attach
 from vllm.v1.worker.step_consumers import StepConsumers
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
         ModelCudaGraphManager,
     )
     from vllm.v1.worker.gpu.input_batch import InputBatch as DeviceBatch
+
+logger = init_logger(__name__)
 
 HookPoints = dict[int, list[str]]
 
@@ -183,7 +187,8 @@ class OpenResidualStream(ResidualStream):
         self.steering = steering
         self.hooks = hooks
         self._graphs = graphs
-        self._faults = StepFaults()
+        self._failed: dict[str, str] = {}
+        """The requests that must end, with the first reason of each."""
         self._arriving: torch.Tensor | None = None
         """The notes of earlier pipeline stages, which may still arrive."""
         self._acting: Acting | None = None
@@ -203,7 +208,8 @@ class OpenResidualStream(ResidualStream):
         captures, steps, _ = scheduler_output.residual
         if self.steering is not None and (begun or finished or steps is not None):
             lengths = [(new.req_id, new.prompt_len) for new in begun]
-            self._faults.add(self.steering.update(finished, lengths, steps))
+            failed = self.steering.update(finished, lengths, steps)
+            self._failed = {**failed, **self._failed}
         if self.hooks is not None:
             self.hooks.end_requests(finished)
             self.hooks.restart(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
@@ -271,7 +277,9 @@ class OpenResidualStream(ResidualStream):
         """Let the planned step go on without steering; the steered requests end."""
         assert self.steering is not None, "only steering ends requests"
         ended = self.steering.steered(self._req_ids)
-        self._faults.note("Steering", error, ended)
+        logger.exception("Steering failed; the requests of the step that use it end")
+        why = f"Steering failed: {described(error)}"
+        self._failed = {**dict.fromkeys(ended, why), **self._failed}
         return self.steering.plan_nothing()
 
     def _nothing_to_do(self) -> bool:
@@ -343,8 +351,9 @@ class OpenResidualStream(ResidualStream):
         """The failed requests and the actions of this stage and of earlier ones."""
         arriving, self._arriving = self._arriving, None
         failed, actions = ({}, []) if arriving is None else unpacked(arriving)
-        own = [] if self.steps is None else self.steps.take()
-        return {**failed, **self._faults.take()}, [*actions, *own]
+        own, self._failed = self._failed, {}
+        taken = [] if self.steps is None else self.steps.take()
+        return {**failed, **own}, [*actions, *taken]
 
     def send_rows(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors to send on, with readouts, rows, gates and doses."""

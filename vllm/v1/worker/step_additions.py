@@ -10,7 +10,7 @@ Nothing here is for speed. Without it an error in one request's steering would e
 engine, and with it the requests of every client.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,27 +27,6 @@ logger = init_logger(__name__)
 NOTES = "residual_notes"
 """Name of the intermediate tensor with the failed requests and the consumers' actions
 of a step, pickled bytes `[n]` on the host."""
-
-
-class StepFaults:
-    """The requests that must end, with the reasons. Engine thread only."""
-
-    def __init__(self) -> None:
-        self._ended: dict[str, str] = {}
-
-    def note(self, what: str, error: Exception, req_ids: Iterable[str]) -> None:
-        """End requests because of an error, which is being handled."""
-        logger.exception("%s failed; the requests of the step that use it end", what)
-        self.add(dict.fromkeys(req_ids, f"{what} failed: {described(error)}"))
-
-    def add(self, ended: Mapping[str, str]) -> None:
-        """End requests, for the reasons given."""
-        self._ended = {**ended, **self._ended}
-
-    def take(self) -> dict[str, str]:
-        """Remove and return the reasons by request."""
-        ended, self._ended = self._ended, {}
-        return ended
 
 
 @dataclass(frozen=True, slots=True)
