@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from vllm.v1.residual.bounds import listed, shown
+from vllm.v1.residual.numbers import layer_index
 from vllm.v1.residual.tap import HOOK_NAMES, Tap, hook_name, resolve_tap
 from vllm.v1.steering.errors import SteeringValidationError, fail
 
@@ -92,17 +93,18 @@ class Reading:
         for part in text.split("&"):
             name, _, value = part.partition("=")
             try:
-                if not value or name in values:
-                    raise ValueError(part)
-                values[name] = _VALUES[name](value)
+                found = None if name in values else _VALUES[name](value)
             except (KeyError, ValueError):
+                found = None
+            if found in (None, ""):
                 raise fail(
                     f"path: {shown(part)} after the file's name must be one of "
                     f"{list(_VALUES)} with a valid value, each once, as in "
                     "FILE?hook=post_block&layer=15",
                     "path",
                     text,
-                ) from None
+                )
+            values[name] = found
         return cls.resolved(**values)
 
     @classmethod
@@ -130,32 +132,18 @@ class Reading:
         return cls(layer=found[0], hook=found[1], **others)
 
 
-def _index(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(text)
-    return int(text)
-
-
-def _factor(text: str) -> float:
+def _factor(text: str) -> float | None:
     factor = float(text)
-    if not math.isfinite(factor):
-        raise ValueError(text)
-    return factor
-
-
-def _one_of(text: str, allowed: Any) -> str:
-    if text not in allowed:
-        raise ValueError(text)
-    return text
+    return factor if math.isfinite(factor) else None
 
 
 _VALUES: dict[str, Any] = {
     "hook": str,
-    "layer": _index,
-    "numbers": lambda text: _one_of(text, NUMBERS),
-    "gguf_layers": lambda text: _one_of(text, GGUF_LAYERS),
-    "feature": _index,
+    "layer": layer_index,
+    "numbers": {name: name for name in NUMBERS}.get,
+    "gguf_layers": {name: name for name in GGUF_LAYERS}.get,
+    "feature": layer_index,
     "key": str,
     "scale": _factor,
 }
-"""By a fact's name: the function that parses its value."""
+"""By a fact's name: the function that parses its value; None if it is invalid."""
