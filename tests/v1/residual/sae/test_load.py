@@ -326,7 +326,7 @@ def test_qwen_scope_is_transposed_and_named_by_its_repository(tmp_path: Path) ->
     sae = load_sae(write.qwen_scope(repository, p))
     _check_formula(sae, p, _topk)
     assert (sae.reads.tap, sae.model) == ((5, "post_block"), "Qwen/Qwen3-1.7B-Base")
-    with pytest.raises(ValueError, match="L0_50"):
+    with pytest.raises(ValueError, match=r"L0_50 \(parameter"):
         load_sae(write.qwen_scope(tmp_path / "elsewhere", p))
 
 

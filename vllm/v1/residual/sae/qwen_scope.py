@@ -21,26 +21,22 @@ def is_qwen_scope(path: Path) -> bool:
     return path.is_file() and re.fullmatch(_FILE, path.name) is not None
 
 
-def read_qwen_scope(path: Path, k: int | None = None) -> RawSAE:
+def read_qwen_scope(path: Path) -> RawSAE:
     """Read the SAE in a file of Qwen Scope.
 
-    Args:
-        path: the file.
-        k: number of active features per row, if no parent folder's name contains it.
-
     Raises:
-        SAEFileError: k is unknown.
+        SAEFileError: no parent folder's name has the number of active features per row.
 
     """
     tensors = read_tensors(path)
     whole = str(path.absolute())
-    active = k or numbered(r"L0_(\d+)", whole)
+    active = numbered(r"L0_(\d+)", whole)
     if active is None:
         raise bad_file(
             path,
             "the number of active features is in the repository's name only; keep the "
             "file in a folder with the repository's name, such as "
-            "SAE-Res-Qwen3-1.7B-Base-W32K-L0_50, or give k",
+            "SAE-Res-Qwen3-1.7B-Base-W32K-L0_50",
         )
     layer = numbered(_FILE, path.name)
     model = re.search(r"SAE-Res-(.+?)-W\d+K", whole)
