@@ -203,9 +203,7 @@ def test_without_a_response_the_caller_has_the_rows() -> None:
 
 @pytest.fixture
 def tracker() -> RequestTracker:
-    tracker = RequestTracker(
-        PathLocks({}), 1, answered=lambda *_: None, forgotten=lambda _: None
-    )
+    tracker = RequestTracker(PathLocks({}), 1, answered=lambda *_: None)
     with tracker.lock:
         tracker.begin("r", 0, "r-0", ("inline",))
         tracker.hold("r", SIZES)

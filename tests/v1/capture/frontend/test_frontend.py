@@ -42,7 +42,7 @@ def test_an_offline_engine_that_closes_waits_for_the_ends_it_has_sent() -> None:
 
 
 def test_results_that_were_pending_can_be_waited_for_once() -> None:
-    requests = RequestTracker(PathLocks({}), 1, lambda *_: None, lambda _: None)
+    requests = RequestTracker(PathLocks({}), 1, lambda *_: None)
     capture = CaptureFrontend.__new__(CaptureFrontend)
     capture._requests = requests
     capture._awaited = ResultWaiter(requests, alive=lambda: True)

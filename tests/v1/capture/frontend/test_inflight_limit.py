@@ -28,7 +28,7 @@ def plan(*instances: str, samples: int = 1) -> CapturePlan:
 
 
 def limit() -> tuple[InflightLimit, RequestTracker]:
-    requests = RequestTracker(None, 1, None, None)  # type: ignore[arg-type]
+    requests = RequestTracker(None, 1, None)  # type: ignore[arg-type]
     return InflightLimit(CONSUMERS, 8, requests), requests
 
 

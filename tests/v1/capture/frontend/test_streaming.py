@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.capture.capabilities import capabilities_of
-from vllm.v1.capture.frontend.streaming import LiveRequest, LiveRows
+from vllm.v1.capture.frontend.path_locks import PathLocks
+from vllm.v1.capture.frontend.request_tracker import RequestTracker
+from vllm.v1.capture.frontend.streaming import LiveRequest, carries_rows
 from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.types import VllmInternalRequestId
 from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader, TapGroup
@@ -22,8 +23,8 @@ TAP, OTHER = (2, "post_block"), (5, "post_block")
 ALL: Spans = ((0, OPEN_END),)
 
 
-def plan(ranges: Spans = ALL, samples: int = 1, live: bool = True) -> CapturePlan:
-    readers = (Reader("inline", ranges), *((Reader(LIVE, ranges),) if live else ()))
+def plan(ranges: Spans = ALL, samples: int = 1) -> CapturePlan:
+    readers = Reader("inline", ranges), Reader(LIVE, ranges)
     return CapturePlan(
         client_request_id="r",
         num_prompt_tokens=len(PROMPT),
@@ -51,7 +52,8 @@ def output(*token_ids: list[int]) -> Any:
         SimpleNamespace(index=index, token_ids=ids)
         for index, ids in enumerate(token_ids)
     ]
-    return SimpleNamespace(request_id="r", outputs=outputs, capture_results=None)
+    nothing = {"capture_results": None, "finished": False}
+    return SimpleNamespace(request_id="r", outputs=outputs, **nothing)
 
 
 def opened(kind: RequestOutputKind, ranges: Spans = ALL) -> LiveRequest:
@@ -138,31 +140,25 @@ def test_a_prompt_of_embeddings_has_no_token_ids() -> None:
 def test_only_outputs_that_are_read_one_by_one_carry_rows(
     params: SamplingParams, streaming: bool
 ) -> None:
-    consumers = {"inline": SimpleNamespace(streams=True), "files": SimpleNamespace()}
-    rows = LiveRows(capabilities_of(consumers))
-    assert rows.instances(params) == ({"inline"} if streaming else set())
+    assert carries_rows(params) == streaming
 
 
-def test_after_its_last_output_a_request_is_forgotten() -> None:
-    rows = LiveRows(capabilities_of({"inline": SimpleNamespace(streams=True)}))
-    rows.open("r", plan(), PROMPT, SamplingParams())
-    rows.put("r", 0, [chunk(0, 4)])
-    made = output([7])
-    rows.show("r", made)
+def test_after_its_last_output_a_request_has_no_rows_waiting() -> None:
+    tracker = RequestTracker(PathLocks({}), 1, lambda *_: None)
+    with tracker.lock:
+        tracked = tracker.begin("r", 0, "r-1", ("inline",))
+    tracker.put_live(chunk(0, 4))  # Its plan has no live reader.
+    tracker.show_live("r", first := output([7]))
+    assert first.capture_results is None
+    tracked.live = opened(RequestOutputKind.CUMULATIVE)
+    tracker.put_live(chunk(0, 4))
+    tracker.show_live("r", made := output([7]))
     assert made.capture_results["inline"].payload.positions[TAP] == [0, 1, 2, 3]
-    rows.close("r")
-    rows.put("r", 0, [chunk(4, 5)])
-    late = output([7, 8])
-    rows.show("r", late)
-    assert late.capture_results is None
-
-
-def test_a_request_whose_plan_has_no_live_reader_carries_nothing() -> None:
-    rows = LiveRows(capabilities_of({"inline": SimpleNamespace(streams=True)}))
-    rows.open("r", plan(live=False), PROMPT, SamplingParams())
-    made = output([7])
-    rows.show("r", made)
-    assert made.capture_results is None
+    last = output([7, 8])
+    last.finished = True
+    tracker.show_live("r", last)
+    tracker.put_live(chunk(4, 5))
+    assert last.capture_results is tracked.live is None
 
 
 def test_rows_of_some_heads_are_shown() -> None:

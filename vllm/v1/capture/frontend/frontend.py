@@ -26,9 +26,8 @@ from vllm.v1.capture.frontend.inflight_limit import (
 from vllm.v1.capture.frontend.path_locks import PathLocks
 from vllm.v1.capture.frontend.request_tracker import RequestTracker, ResultWaiter
 from vllm.v1.capture.frontend.status import CaptureMetrics, CaptureStatus
-from vllm.v1.capture.frontend.streaming import LiveRows
+from vllm.v1.capture.frontend.streaming import LiveRequest, carries_rows
 from vllm.v1.capture.frontend.unsent import when_response_ends
-from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.registry import build_consumer, check_folders
 from vllm.v1.capture.transport.addresses import host_for
 from vllm.v1.capture.transport.zmq_channel import (
@@ -84,7 +83,6 @@ def open_capture(
         engine.vllm_config,
         admission,
         partial(OfflineEnds if offline else ServedEnds, engine.engine_core),
-        LiveRows({} if offline else admission.capabilities),
         lambda: not getattr(resources, "engine_dead", False),
         offline,
     )
@@ -134,7 +132,6 @@ class CaptureFrontend(NoCapture):
         vllm_config: "VllmConfig",
         admission: Admission,
         ends: Callable[[str], Ends],
-        live: LiveRows,
         alive: Callable[[], bool],
         offline: bool = False,
     ) -> None:
@@ -145,7 +142,6 @@ class CaptureFrontend(NoCapture):
             admission: validates requests.
             ends: sends the ends of requests to the engine, given the address for
                 their results.
-            live: rows for intermediate outputs.
             alive: whether the engine is running.
             offline: whether the caller runs the engine; what it returns is the
                 caller's, and has no limit in common.
@@ -158,18 +154,18 @@ class CaptureFrontend(NoCapture):
         self._closed = False
         self._introducing = asyncio.Lock()
         self._admission = admission
-        self._live = live
         self._requests = RequestTracker(
             PathLocks(admission.capabilities),
             self._stages,
             answered=lambda name, seconds: self._status.finalized(name, seconds),
-            forgotten=live.close,
         )
         self._awaited = ResultWaiter(self._requests, alive)
         size = row_bytes(vllm_config.model_config)
         self._offline = offline
-        limited = {} if offline else admission.capabilities
-        self._room = InflightLimit(limited, size, self._requests)
+        served = {} if offline else admission.capabilities
+        self._room = InflightLimit(served, size, self._requests)
+        self._streaming = frozenset(name for name, can in served.items() if can.streams)
+        """The consumers whose rows intermediate outputs may carry."""
         if not offline:
             self._room.limits[RESULTS] = RESULT_BYTES
             budget = vllm_config.capture_config.host_memory_bytes
@@ -216,7 +212,7 @@ class CaptureFrontend(NoCapture):
             params,
             num_prompt_tokens,
             self._address,
-            self._live.instances(params),
+            self._streaming if carries_rows(params) else (),
         )
         if plan is not None:
             if plan.lanes or params.capture:
@@ -248,12 +244,14 @@ class CaptureFrontend(NoCapture):
             sample.plan, sample.counts_cached = plan, self._stores
             tracked.waits = any(capabilities[name].waits for name in named)
             self._requests.hold(parent, sizes)
+            if LIVE in plan.lanes and tracked.live is None:
+                prompt, kind = state.prompt_token_ids, params.output_kind
+                tracked.live = LiveRequest(plan, prompt, kind, self._streaming)
             tracked.idle = tuple(sorted(named - set(plan.instances)))
             self._requests.claims.take(params.capture, parent, plan)
             state.residual.capture_id = parent
         if tracked.held:
             when_response_ends(partial(self._requests.discard, parent))
-        self._live.open(parent, plan, state.prompt_token_ids, params)
         if params.capture:
             self._drivers.open(
                 state.request_id,
@@ -331,10 +329,9 @@ class CaptureFrontend(NoCapture):
         """
         parent = output.capture_id
         assert parent is not None, "the output of a request without captures"
+        self._requests.show_live(parent, output)
         if not output.finished:
-            self._live.show(parent, output)
             return
-        self._live.close(parent)
         if params.capture_wait or self._requests.waits(parent):
             await self._awaited.wait_async(parent)
         self.results(output)
@@ -434,20 +431,12 @@ class CaptureFrontend(NoCapture):
         self._inbox.close()
 
     def _receive(self, message: Message) -> None:
-        if isinstance(message, ChunksMessage) and message.instance == LIVE:
-            self._show_live(message)
+        if isinstance(message, ChunksMessage):
+            for rows in message.chunks:  # Of `LIVE`: others have their own addresses.
+                self._requests.put_live(rows)
         elif isinstance(message, CountersMessage):
             self._status.take(message)
         elif isinstance(message, ResultMessage):
             self._requests.note(
                 message.request_id, message.instance, message.stage, message.result()
             )
-
-    def _show_live(self, message: ChunksMessage) -> None:
-        chunks: dict[str, list[GroupChunk]] = {}
-        for part in message.chunks:
-            chunks.setdefault(part.request_id, []).append(part)
-        for request_id, rows in chunks.items():
-            owner = self._requests.owner_of(request_id)
-            if owner is not None:
-                self._live.put(*owner, rows)

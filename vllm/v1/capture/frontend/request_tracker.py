@@ -5,17 +5,23 @@ import asyncio
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.capture.frontend.path_locks import PathLocks
+from vllm.v1.capture.frontend.streaming import LiveRequest
 from vllm.v1.capture.frontend.unsent import when_response_ends
+from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.results import merge, merge_samples, request_key
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.residual.capture_plan import CapturePlan
 from vllm.v1.residual.spans import Spans
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
 
 logger = init_logger(__name__)
 
@@ -99,6 +105,8 @@ class Tracked:
     """Whether a sample was aborted; then the results may never be fetched."""
     unread: bool = False
     """Whether its HTTP response has ended; then nobody can fetch the results."""
+    live: LiveRequest | None = None
+    """The rows for its intermediate outputs, if these carry any."""
 
     def complete(self) -> bool:
         """Whether all results of all samples have arrived."""
@@ -180,7 +188,6 @@ class RequestTracker:
         claims: PathLocks,
         stages: int,
         answered: Callable[[str, float], None],
-        forgotten: Callable[[str], None],
     ) -> None:
         """Start with no requests.
 
@@ -190,7 +197,6 @@ class RequestTracker:
             stages: number of pipeline stages; an instance returns a result for each.
             answered: called with an instance and the seconds since the end of a sample,
                 when it has returned the sample's results of all stages.
-            forgotten: called with the parent id of a request that is removed.
 
         """
         self.claims = claims
@@ -200,12 +206,11 @@ class RequestTracker:
         """Monotonic time, in seconds, at which the last result arrived."""
         self._stages = stages
         self._answered = answered
-        self._forgotten = forgotten
         self.held = HeldBytes()
         """What requests may return, tracked ones by their parent id."""
         self._tracked: dict[str, Tracked] = {}
         self._owner: dict[str, Owner] = {}
-        self._waiters: dict[str, list[Callable[[], None]]] = {}
+        self._waiters: dict[str, list[Future[None]]] = {}
 
     def begin(
         self, parent: str, sample: int, request_id: str, instances: tuple[str, ...]
@@ -252,10 +257,24 @@ class RequestTracker:
         tracked.held = sizes
         self.held.put(parent, "aborted" if tracked.aborted else "running", sizes)
 
-    def owner_of(self, request_id: str) -> Owner | None:
-        """The parent and sample index of an internal request id."""
+    def put_live(self, rows: GroupChunk) -> None:
+        """Add rows for intermediate outputs; after the final one they are dropped."""
         with self.lock:
-            return self._owner.get(request_id)
+            parent, sample = self._owner.get(rows.request_id, ("", 0))
+            tracked = self._tracked.get(parent)
+            if tracked is not None and tracked.live is not None:
+                tracked.live.put(sample, [rows])
+
+    def show_live(self, parent: str, output: "RequestOutput") -> None:
+        """Attach the rows so far to an intermediate output; the final one has all."""
+        with self.lock:
+            tracked = self._tracked.get(parent)
+            if tracked is None or tracked.live is None:
+                return
+            if output.finished:
+                tracked.live = None
+            else:
+                output.capture_results = tracked.live.show(output)
 
     def note(
         self, request_id: str, instance: str, stage: int, result: CaptureResult
@@ -274,8 +293,8 @@ class RequestTracker:
                 self._answered(instance, monotonic() - sample.ended_at)
             if tracked.complete():
                 self.claims.release(parent)
-                for wake in self._waiters.pop(parent, []):
-                    wake()
+                for done in self._waiters.pop(parent, []):
+                    done.set_result(None)
                 if tracked.unread:
                     self._forget(parent)
                 self._drop_oldest()
@@ -309,14 +328,15 @@ class RequestTracker:
             tracked = self._tracked.get(parent)
             return tracked is not None and tracked.waits
 
-    def when_complete(self, parent: str, wake: Callable[[], None]) -> None:
-        """Call `wake` once when the last result arrives, on the thread that notes it.
-
-        It is not called if the request is complete already.
-        """
+    def completion(self, parent: str) -> "Future[None]":
+        """Becomes done when the last result arrives."""
+        done = Future[None]()
         with self.lock:
-            if not self.is_complete(parent):
-                self._waiters.setdefault(parent, []).append(wake)
+            if self.is_complete(parent):
+                done.set_result(None)
+            else:
+                self._waiters.setdefault(parent, []).append(done)
+        return done
 
     def lose(self, parent: str, why: str) -> None:
         """Replace missing results by errors with the message `why`."""
@@ -354,7 +374,6 @@ class RequestTracker:
         self.claims.release(parent)
         self._waiters.pop(parent, None)
         tracked = self._tracked.pop(parent, None)
-        self._forgotten(parent)
         if tracked is not None:
             self.held.drop(parent)
             for request_id in tracked.request_ids:
@@ -378,25 +397,16 @@ class ResultWaiter:
 
     def wait(self, parent: str) -> None:
         """Wait for the results of a request, blocking this thread."""
-        done = threading.Event()
-        self._requests.when_complete(parent, done.set)
-        began = monotonic()
+        done, began = self._requests.completion(parent), monotonic()
         while self._may_complete(parent, began):
-            done.wait(LOOK_SECONDS)
+            wait([done], LOOK_SECONDS)
 
     async def wait_async(self, parent: str) -> None:
         """Wait for the results of a request, without blocking the event loop."""
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(done.set)
-
-        self._requests.when_complete(parent, wake)
-        began = monotonic()
+        done, began = self._requests.completion(parent), monotonic()
+        woken = asyncio.wrap_future(done)
         while self._may_complete(parent, began):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), LOOK_SECONDS)
+            await asyncio.wait([woken], timeout=LOOK_SECONDS)
 
     def _may_complete(self, parent: str, began: float) -> bool:
         """Whether results are missing and may still arrive."""

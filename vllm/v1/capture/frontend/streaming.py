@@ -6,20 +6,18 @@ The rows of a streaming request arrive twice: as steps compute them, through the
 output. Rows lost on the first way are therefore in the final output.
 """
 
-import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.capture.capabilities import ConsumerCapabilities
 from vllm.v1.capture.groups import GroupChunk
 from vllm.v1.capture.results import RowsByTap, request_key
 from vllm.v1.capture.types import CaptureResult
-from vllm.v1.residual.capture_plan import LIVE, CapturePlan, Reader
+from vllm.v1.residual.capture_plan import CapturePlan, Reader
 from vllm.v1.residual.heads import rows_of_heads
 from vllm.v1.residual.spans import contains, only_last
 from vllm.v1.residual.tap import Tap
@@ -87,7 +85,11 @@ class _Sample:
 
 
 class LiveRequest:
-    """The rows of one request, until its final output."""
+    """The rows of one request, until its final output.
+
+    They arrive on the inbox thread, outputs are made on the event loop's: the tracker
+    of requests, which has it, holds its lock meanwhile.
+    """
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class LiveRequest:
         output_kind: RequestOutputKind,
         streaming: Iterable[str],
     ) -> None:
+        """Start without rows; `streaming` are the instances whose rows are shown."""
         self._num_prompt_tokens = plan.num_prompt_tokens
         self._prompt_token_ids = prompt_token_ids
         self._num_samples = plan.num_samples
@@ -177,57 +180,7 @@ class LiveRequest:
         ]
 
 
-class LiveRows:
-    """The streaming requests of one front end.
-
-    Rows arrive on the inbox thread, outputs are made on the event loop's thread.
-    """
-
-    def __init__(self, consumers: Mapping[str, ConsumerCapabilities]) -> None:
-        """Find which of the `consumers` stream rows."""
-        self._streaming = frozenset(
-            name for name, can in consumers.items() if can.streams
-        )
-        self._requests: dict[str, LiveRequest] = {}
-        self._lock = threading.Lock()
-
-    def instances(self, params: "SamplingParams") -> frozenset[str]:
-        """The consumers whose rows the intermediate outputs of a request carry."""
-        final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
-        asked = not final_only and params.capture_stream is True
-        return self._streaming if asked else frozenset()
-
-    def open(
-        self,
-        request_id: str,
-        plan: CapturePlan,
-        prompt_token_ids: list[int] | None,
-        params: "SamplingParams",
-    ) -> None:
-        """Start to keep the rows of a request, if its plan has the reader `LIVE`."""
-        if LIVE not in plan.lanes:
-            return
-        with self._lock:
-            if request_id not in self._requests:
-                self._requests[request_id] = LiveRequest(
-                    plan, prompt_token_ids, params.output_kind, self.instances(params)
-                )
-
-    def put(self, request_id: str, sample: int, chunks: Iterable[GroupChunk]) -> None:
-        """Add rows of a request; those after its final output are discarded."""
-        with self._lock:
-            request = self._requests.get(request_id)
-            if request is not None:
-                request.put(sample, chunks)
-
-    def show(self, request_id: str, output: "RequestOutput") -> None:
-        """Attach the rows received so far to an intermediate output."""
-        with self._lock:
-            request = self._requests.get(request_id)
-            if request is not None:
-                output.capture_results = request.show(output)
-
-    def close(self, request_id: str) -> None:
-        """Drop the rows of a request that has its final output."""
-        with self._lock:
-            self._requests.pop(request_id, None)
+def carries_rows(params: "SamplingParams") -> bool:
+    """Whether the intermediate outputs of a request may carry rows."""
+    final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
+    return not final_only and params.capture_stream is True
