@@ -26,10 +26,15 @@ _TEXTS = {
     "dropped_rows": "Rows dropped because the consumer was too slow.",
     "failed_rows": "Rows of captures whose result is an error.",
     "requests": "Captured requests for which the consumer has returned a result.",
+    "kept_rows": "Rows of captures with keep_when that were kept.",
+    "cached_rows": "Rows of captures that the activation store had.",
     "queue_depth": "Packets of rows and ends of requests that are waiting.",
     "queue_bytes": "Bytes of rows that are waiting in memory.",
     "spill_bytes": "Bytes of rows that are waiting on disk.",
 }
+
+COUNTED_HERE = ("kept_rows", "cached_rows")
+"""Totals that the front end counts, of all engines together."""
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -45,7 +50,7 @@ class CaptureMetrics:
         self._model = model
         self._totals = {
             name: Counter(f"vllm:capture_{name}", _TEXTS[name], labels)
-            for name in TOTALS
+            for name in (*TOTALS, *COUNTED_HERE)
         }
         self._levels = {
             name: Gauge(
@@ -61,16 +66,6 @@ class CaptureMetrics:
             "Seconds from the end of a request to the consumer's result.",
             labels,
             buckets=_SECONDS,
-        )
-        self._kept = Counter(
-            "vllm:capture_kept_rows",
-            "Rows of captures with keep_when that were kept.",
-            labels,
-        )
-        self._cached = Counter(
-            "vllm:capture_cached_rows",
-            "Rows of captures that the activation store had.",
-            labels,
         )
         self._reforwarded = Counter(
             "vllm:capture_reforwarded_tokens",
@@ -89,17 +84,16 @@ class CaptureMetrics:
         for engine in engines:
             self._reforwarded.labels(model, str(engine))
             for instance in instances:
-                self.add((engine, instance), LaneCounters())
+                self.add((engine, instance), dict.fromkeys(TOTALS, 0))
                 self.set_levels((engine, instance), LaneCounters())
         for instance in instances:
             self._finalize.labels(model, str(engines[0]), instance)
-            self._kept.labels(model, str(engines[0]), instance)
-            self._cached.labels(model, str(engines[0]), instance)
+            self.add((engines[0], instance), dict.fromkeys(COUNTED_HERE, 0))
 
-    def add(self, place: Place, grown: LaneCounters) -> None:
-        """Increase the totals by the fields of `grown`."""
-        for name, counter in self._totals.items():
-            counter.labels(*self._labels(place)).inc(getattr(grown, name))
+    def add(self, place: Place, grown: Mapping[str, int]) -> None:
+        """Increase totals, by their names."""
+        for name, amount in grown.items():
+            self._totals[name].labels(*self._labels(place)).inc(amount)
 
     def set_levels(self, place: Place, counters: LaneCounters) -> None:
         """Set the gauges to the current values."""
@@ -119,14 +113,6 @@ class CaptureMetrics:
     def finalized(self, place: Place, seconds: float) -> None:
         """Record the time from the end of a request to the consumer's result."""
         self._finalize.labels(*self._labels(place)).observe(seconds)
-
-    def kept(self, place: Place, rows: int) -> None:
-        """Count rows that `keep_when` has kept."""
-        self._kept.labels(*self._labels(place)).inc(rows)
-
-    def cached(self, place: Place, rows: int) -> None:
-        """Count rows that the activation store had."""
-        self._cached.labels(*self._labels(place)).inc(rows)
 
     def _labels(self, place: Place) -> tuple[str, str, str]:
         return self._model, str(place[0]), place[1]
@@ -179,10 +165,9 @@ class CaptureStatus:
     def note_rows(self, kept: Mapping[str, int], cached: Mapping[str, int]) -> None:
         """Count a request's rows by instance: kept by `keep_when`, and stored ones."""
         if self._metrics is not None:
-            for instance, rows in kept.items():
-                self._metrics.kept((0, instance), rows)
-            for instance, rows in cached.items():
-                self._metrics.cached((0, instance), rows)
+            for name, counted in zip(COUNTED_HERE, (kept, cached)):
+                for instance, rows in counted.items():
+                    self._metrics.add((0, instance), {name: rows})
 
     def num_workers(self) -> int:
         """The number of workers that have reported."""
@@ -236,20 +221,21 @@ class CaptureStatus:
         before: CountersMessage,
     ) -> None:
         for name, counters in message.counters.items():
-            grown = _difference(counters, before.counters.get(name, LaneCounters()))
+            was = before.counters.get(name, LaneCounters())
             if name != LIVE:
+                grown = {n: getattr(counters, n) - getattr(was, n) for n in TOTALS}
                 metrics.add((message.engine, name), grown)
         metrics.add_reforwarded(
             message.engine, message.reforwarded - before.reforwarded
         )
         for kind, now in message.readouts.items():
-            was = before.readouts.get(kind, ReadoutCounters())
-            more = ReadoutCounters(now.rows - was.rows, now.seconds - was.seconds)
+            seen = before.readouts.get(kind, ReadoutCounters())
+            more = ReadoutCounters(now.rows - seen.rows, now.seconds - seen.seconds)
             metrics.add_readouts(message.engine, kind, more)
         for name, own in self._here().items():
             failed = own.failed_rows - self._failed_here.get(name, 0)
             self._failed_here[name] = own.failed_rows
-            metrics.add((message.engine, name), LaneCounters(failed_rows=failed))
+            metrics.add((message.engine, name), {"failed_rows": failed})
 
     def _set_levels(self, metrics: CaptureMetrics, engine: int) -> None:
         here = self._here()
@@ -258,12 +244,6 @@ class CaptureStatus:
             if name in here:
                 counters = _with_here(counters, here[name])
             metrics.set_levels((engine, name), counters)
-
-
-def _difference(now: LaneCounters, before: LaneCounters) -> LaneCounters:
-    return LaneCounters(
-        **{name: getattr(now, name) - getattr(before, name) for name in TOTALS}
-    )
 
 
 def _with_here(workers: LaneCounters, here: LaneCounters) -> LaneCounters:
