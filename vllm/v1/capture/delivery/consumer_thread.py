@@ -309,11 +309,12 @@ class SinkLane:
         """Whether the consumer must be told the specs of requests."""
         return self._validate is not None
 
-    def open(self, request_id: str, spec: Any, context: Any) -> None:
-        """Queue the start of a request, for a consumer that needs its spec."""
-        assert self._validate is not None, "the consumer needs no spec"
-        self.start()
-        self._queue.mark(Opening(request_id, partial(self._validate, spec, context)))
+    def open(self, request_id: str, spec: Any, context: Callable[[], Any]) -> None:
+        """Queue the start of a request, if the consumer needs its spec."""
+        if self._validate is not None:
+            self.start()
+            pass_spec = partial(self._validate, spec, context())
+            self._queue.mark(Opening(request_id, pass_spec))
 
     def submit(self, items: Sequence[GroupChunk]) -> None:
         """Queue the rows of a step; if the queue is full, spill, drop or block."""

@@ -92,7 +92,7 @@ class DriverLanes:
         specs: Mapping[str, Any],
         context: Callable[[], CaptureContext],
     ) -> None:
-        """Announce a sample to the consumers that need its spec.
+        """Announce a sample to the consumers here.
 
         Args:
             request_id: the sample's internal id.
@@ -101,8 +101,7 @@ class DriverLanes:
 
         """
         for name in specs.keys() & self._lanes.keys():
-            if self._lanes[name].remembers:
-                self._lanes[name].open(request_id, specs[name], context())
+            self._lanes[name].open(request_id, specs[name], context)
 
     def counters(self) -> dict[str, LaneCounters]:
         """The counters of the lanes in this process, by instance."""

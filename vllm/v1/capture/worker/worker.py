@@ -44,7 +44,7 @@ from vllm.v1.capture.staging.ring import Parts, Segment, Staging
 from vllm.v1.capture.staging.slot_mapping import SlotMapping
 from vllm.v1.capture.transport.remote_sink import ForwardingSink, LiveSink
 from vllm.v1.capture.transport.zmq_channel import INBOXES, Outbox, ResultMessage
-from vllm.v1.capture.types import CaptureResult, contexts_of
+from vllm.v1.capture.types import CaptureContext, CaptureResult, contexts_of
 from vllm.v1.capture.worker.row_reader import RowReader
 from vllm.v1.capture.worker.stats_reporter import Reporter
 from vllm.v1.residual.capture_plan import LIVE, CaptureEnd, CapturePlan
@@ -406,18 +406,17 @@ class WorkerCapture:
         max_tokens: int | None,
     ) -> None:
         """Queue the request's specs for the consumers here that need them."""
-        names = specs.keys() & set(plan.instances) & self._lanes.keys()
-        lanes = {n: one for n in names if (one := self._lanes[n]).remembers}
-        if not lanes:
-            return
-        context = contexts_of(self._vllm_config)(
-            req_id,
-            plan.num_prompt_tokens,
-            max_tokens=max_tokens,
-            num_samples=plan.num_samples,
-        )
-        for name, lane in lanes.items():
-            lane.open(req_id, specs[name], context)
+
+        def context() -> CaptureContext:
+            return contexts_of(self._vllm_config)(
+                req_id,
+                plan.num_prompt_tokens,
+                max_tokens=max_tokens,
+                num_samples=plan.num_samples,
+            )
+
+        for name in specs.keys() & set(plan.instances):
+            self._lanes[name].open(req_id, specs[name], context)
 
     def end_requests(self, ends: Sequence[CaptureEnd]) -> None:
         """Stop capturing requests that have ended, and deliver their last rows."""
