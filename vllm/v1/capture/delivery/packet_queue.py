@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from msgspec.structs import replace
@@ -17,44 +18,27 @@ from vllm.v1.capture.groups import GroupChunk, GroupEnd
 from vllm.v1.capture.types import CaptureFinalize, CaptureKey, CaptureResult
 
 
+@dataclass(eq=False)
 class Ending:
     """The end of a request at one instance: all its keys are complete."""
 
-    __slots__ = ("_finalizes", "answer", "ends", "request_id")
+    request_id: str
+    ends: Sequence[GroupEnd]
+    """Those of all its keys."""
+    answer: Callable[[CaptureResult], None]
+    """Called once with the merged result, on the lane's thread or one of the sink."""
 
-    def __init__(
-        self,
-        request_id: str,
-        ends: Sequence[GroupEnd],
-        answer: Callable[[CaptureResult], None],
-    ) -> None:
-        """Describe the end.
-
-        Args:
-            request_id: the request's internal id.
-            ends: those of all its keys.
-            answer: called once with the merged result, on the lane's thread or one of
-                the sink.
-
-        """
-        self.request_id = request_id
-        self.ends = ends
-        self.answer = answer
-        self._finalizes: tuple[CaptureFinalize, ...] | None = None
-
-    @property
+    @cached_property
     def finalizes(self) -> tuple[CaptureFinalize, ...]:
         """The finalize of each key; the same objects every time."""
-        if self._finalizes is None:
-            self._finalizes = tuple(
-                CaptureFinalize(
-                    (end.request_id, layer, hook),
-                    {**end.sidecar, "layer": layer, "hook": hook},
-                )
-                for end in self.ends
-                for layer, hook in end.taps
+        return tuple(
+            CaptureFinalize(
+                (end.request_id, layer, hook),
+                {**end.sidecar, "layer": layer, "hook": hook},
             )
-        return self._finalizes
+            for end in self.ends
+            for layer, hook in end.taps
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
