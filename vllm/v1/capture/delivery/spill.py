@@ -8,7 +8,6 @@ closed as soon as its last rows have been.
 
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,14 +43,9 @@ class _Segment:
     extents: Extents
     size: int = 0
     """Bytes of the file."""
-    released: deque[tuple[int, int]] = field(default_factory=deque)
-    """The places of rows, offset and bytes, that were released since; appended without
-    a lock, because a finalizer may run anywhere."""
 
     def take(self, size: int) -> int | None:
         """A place for `size` bytes; returns its offset, None if there is none."""
-        while self.released:
-            self.extents.give_back(*self.released.popleft())
         start = self.extents.take(size)
         if start is not None:
             self.size = max(self.size, start + size)
@@ -73,18 +67,21 @@ class SpilledRows:
         """Bytes of one row."""
         return self.width * self.dtype.itemsize
 
-    def blocks(self, max_bytes: int) -> Iterator[torch.Tensor]:
-        """Read the rows from disk in tensors of about `max_bytes`.
+    def read(self, first: int, num_rows: int) -> torch.Tensor:
+        """Read `num_rows` rows from disk, from the row `first` on.
 
         Raises:
             OSError: the read failed.
 
         """
-        file, at_once = self.segment.file.fileno(), max(max_bytes // self.row_bytes, 1)
+        file, start = self.segment.file.fileno(), self.offset + first * self.row_bytes
+        return read_rows(file, start, num_rows, self.width, self.dtype)
+
+    def blocks(self, max_bytes: int) -> Iterator[torch.Tensor]:
+        """Read the rows from disk in tensors of about `max_bytes`; raises as `read`."""
+        at_once = max(max_bytes // self.row_bytes, 1)
         for first in range(0, self.num_rows, at_once):
-            count = min(at_once, self.num_rows - first)
-            start = self.offset + first * self.row_bytes
-            yield read_rows(file, start, count, self.width, self.dtype)
+            yield self.read(first, min(at_once, self.num_rows - first))
 
 
 class RowFiles:
@@ -115,7 +112,7 @@ class RowFiles:
         for rows in tensors:
             num_rows, width = rows.shape
             spilled = SpilledRows(num_rows, width, rows.dtype, segment, offset)
-            finalize(spilled, segment.released.append, (offset, rows.nbytes))
+            finalize(spilled, segment.extents.returned.append, (offset, rows.nbytes))
             found.append(spilled)
             offset += rows.nbytes
         # Outside of the lock: a hanging disk must not block other threads.
@@ -184,7 +181,5 @@ def read_back(item: GroupChunk, rows: SpilledRows) -> GroupChunk:
         OSError: the read failed.
 
     """
-    size = max(rows.num_rows * rows.row_bytes, 1)
-    whole = [*rows.blocks(size), torch.empty(0, rows.width, dtype=rows.dtype)][0]
     shape = len(item.taps), len(item.positions), rows.width
-    return replace(item, tensor=whole.view(shape))
+    return replace(item, tensor=rows.read(0, rows.num_rows).view(shape))

@@ -91,8 +91,7 @@ class StoredBlock:
     def _in_memory(self) -> torch.Tensor:
         if isinstance(self._rows, torch.Tensor):
             return self._rows
-        (found,) = self._rows.blocks(self._rows.num_rows * self._rows.row_bytes)
-        return found.view(self._shape)
+        return self._rows.read(0, self._rows.num_rows).view(self._shape)
 
     def to_disk(self, files: RowFiles) -> None:
         """Write the rows to a file, and free their memory.

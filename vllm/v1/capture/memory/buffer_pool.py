@@ -18,10 +18,10 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,20 +35,32 @@ from vllm.v1.residual.native import library
 
 
 class Extents:
-    """The free parts of `[0, size)`, allocated by first fit."""
+    """The free parts of `[0, size)`, allocated by first fit.
+
+    The caller's lock guards everything but `returned`.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = [(0, size)]
         """`(start, stop)` of each, ascending and not adjacent."""
+        self.returned: deque[tuple[int, int]] = deque()
+        """Ranges, start and size, to free; appended without a lock, because a finalizer
+        may run anywhere."""
 
     @property
     def is_free(self) -> bool:
         """Whether nothing is allocated."""
+        self._settle()
         return self._free == [(0, self.size)]
+
+    def _settle(self) -> None:
+        while self.returned:
+            self.give_back(*self.returned.popleft())
 
     def take(self, size: int) -> int | None:
         """Allocate `size`; returns the start, None if no free part is large enough."""
+        self._settle()
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 rest = [(start + size, stop)] if stop - start > size else []
@@ -69,7 +81,6 @@ class Extents:
 
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-T = TypeVar("T")
 
 SMALLEST = 128 << 10
 """Smaller tensors, in bytes, come from torch's allocator, which reuses memory too."""
@@ -89,32 +100,45 @@ class Slab:
 
 
 class Slabs:
-    """Blocks allocated in slabs, by first fit.
-
-    The caller's lock guards everything but `returned`.
-    """
+    """Allocates tensors in slabs, by first fit; the caller's lock guards it."""
 
     def __init__(self) -> None:
         self.all: list[Slab] = []
-        self.returned: deque[tuple[Extents, int, int]] = deque()
-        """The blocks that were freed since; appended without a lock, because a
-        finalizer may run anywhere."""
 
-    def take(self, size: int) -> tuple[Slab, int] | None:
-        """Allocate `size` bytes; returns the slab and the offset in it."""
-        self.settle()
+    @property
+    def spare(self) -> list[Slab]:
+        """Those in which nothing is allocated."""
+        return [slab for slab in self.all if slab.extents.is_free]
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor, whose memory is free again once its last view is gone.
+
+        None if there is no room, not even with what front ends have returned.
+        """
+        num_bytes = prod(shape) * dtype.itemsize
+        size = round_up(num_bytes, ALIGNMENT)
+        found = self._find(size)
+        if found is None:
+            collect_all()
+            found = self._find(size)
+        if found is None:
+            return None
+        slab, start = found
+        # Reshaped by NumPy, which is faster than torch here.
+        memory = slab.segment.memory[start : start + num_bytes].reshape(
+            *shape[:-1], shape[-1] * dtype.itemsize
+        )
+        free = weakref.finalize(memory, slab.extents.returned.append, (start, size))
+        free.atexit = False
+        return torch.from_numpy(memory).view(dtype)
+
+    def _find(self, size: int) -> tuple[Slab, int] | None:
         for slab in self.all:
             start = slab.extents.take(size)
             if start is not None:
                 slab.needed = True
                 return slab, start
         return None
-
-    def settle(self) -> None:
-        """Free the blocks in `returned`."""
-        while self.returned:
-            extents, start, size = self.returned.popleft()
-            extents.give_back(start, size)
 
 
 class RowMemory:
@@ -139,19 +163,14 @@ class RowMemory:
         num_bytes = prod(shape) * dtype.itemsize
         if num_bytes < SMALLEST:
             return torch.empty(*shape, dtype=dtype)
-        size = round_up(num_bytes, ALIGNMENT)
         with self._lock:
-            found = self._slabs.take(size) or self._take_more(size)
-        if found is None:
+            rows = self._slabs.take(shape, dtype)
+            if rows is None and self._grow(round_up(num_bytes, ALIGNMENT)):
+                rows = self._slabs.take(shape, dtype)
+        if rows is None:
             self._budget.overflow(num_bytes)
             return torch.empty(*shape, dtype=dtype)
-        slab, start = found
-        # Reshaped by NumPy, which is faster than torch here.
-        memory = slab.segment.memory[start : start + num_bytes].reshape(
-            *shape[:-1], shape[-1] * dtype.itemsize
-        )
-        taken = slab.extents, start, size
-        return lent(memory, self._slabs.returned.append, taken).view(dtype)
+        return rows
 
     def cat(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join rows `[taps, rows, width]`; a view if they are adjacent.
@@ -178,7 +197,6 @@ class RowMemory:
         """Return segments to the system that were unused since the last call."""
         collect_all()
         with self._lock:
-            self._slabs.settle()
             every = self._slabs.all
             kept = [slab for slab in every if slab.needed or not slab.extents.is_free]
             for slab in set(every) - set(kept):
@@ -191,14 +209,6 @@ class RowMemory:
     def held_bytes(self) -> int:
         """Bytes allocated from the system."""
         return sum(slab.segment.size for slab in list(self._slabs.all))
-
-    def _take_more(self, size: int) -> tuple[Slab, int] | None:
-        """The same after reclaiming blocks from front ends, or in a new slab."""
-        collect_all()
-        found = self._slabs.take(size)
-        if found is None and self._grow(size):
-            found = self._slabs.take(size)
-        return found
 
     def _grow(self, size: int) -> bool:
         for wanted in (max(size, self._segment_bytes), size):
@@ -240,19 +250,6 @@ def adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     taps, _, width = first.shape
     num_rows = sum([part.shape[1] for part in parts])
     return first.as_strided((taps, num_rows, width), strides)
-
-
-def lent(memory: Bytes, give_back: Callable[[T], object], what: T) -> torch.Tensor:
-    """`memory` as a tensor; `give_back(what)` is called when its last view is gone.
-
-    Args:
-        memory: an array that only the caller refers to.
-        give_back: called on any thread; must not block.
-        what: its argument.
-
-    """
-    weakref.finalize(memory, give_back, what).atexit = False
-    return torch.from_numpy(memory)
 
 
 ROWS = RowMemory(BUDGET)

@@ -12,15 +12,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import prod
 
 import torch
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import round_up
 from vllm.utils.platform_utils import is_pin_memory_available
-from vllm.v1.capture.memory.budget import BUDGET, collect_all
-from vllm.v1.capture.memory.buffer_pool import Bytes, Extents, Slab, Slabs, lent
+from vllm.v1.capture.memory.budget import BUDGET
+from vllm.v1.capture.memory.buffer_pool import Bytes, Extents, Slab, Slabs
 from vllm.v1.capture.memory.shared import ALIGNMENT, SharedSegment
 
 logger = init_logger(__name__)
@@ -67,23 +66,12 @@ class Pages:
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Allocate a page of this shape; None if no pinned memory is free (yet)."""
-        num_bytes = prod(shape) * dtype.itemsize
-        size = round_up(num_bytes, ALIGNMENT)
         with self._lock:
-            found = self._slabs.take(size)
-            if found is None:
-                collect_all()
-                found = self._slabs.take(size)
-            spare = sum([slab.extents.is_free for slab in self._slabs.all])
+            page = self._slabs.take(shape, dtype)
+            spare = len(self._slabs.spare)
         if spare < self._ahead:
             self._grow()
-        if found is None:
-            return None
-        slab, start = found
-        memory = slab.segment.memory[start : start + num_bytes]
-        taken = slab.extents, start, size
-        page = lent(memory, self._slabs.returned.append, taken)
-        return page.view(dtype).view(*shape)
+        return page
 
     def wait(self) -> None:
         """Wait until no slab is being pinned."""
@@ -100,8 +88,7 @@ class Pages:
         The slabs kept ahead for later steps stay.
         """
         with self._lock:
-            self._slabs.settle()
-            spare = [slab for slab in self._slabs.all if slab.extents.is_free]
+            spare = self._slabs.spare
             unused = [slab for slab in spare[self._ahead :] if not slab.needed]
             self._slabs.all = [slab for slab in self._slabs.all if slab not in unused]
             for slab in self._slabs.all:
@@ -124,7 +111,7 @@ class Pages:
         while added and len(self._slabs.all) < self._most and not _exiting.is_set():
             added = self._add_slab()
             with self._lock:
-                spare = sum([slab.extents.is_free for slab in self._slabs.all])
+                spare = len(self._slabs.spare)
             if spare >= self._ahead:
                 return
 
