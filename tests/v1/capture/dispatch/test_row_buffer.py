@@ -14,9 +14,8 @@ from vllm.v1.capture.dispatch.row_buffer import (
     RowBuffer,
     RowLedger,
     Rows,
-    joined,
 )
-from vllm.v1.capture.memory.buffer_pool import RowCopy, copy_rows
+from vllm.v1.capture.memory.buffer_pool import ROWS, RowCopy, copy_rows
 
 MEMORY = torch.arange(400).float()[:, None].repeat(1, 2)
 """Memory whose rows contain their index."""
@@ -81,6 +80,10 @@ def put(gathering: RowBuffer, start: int, num_rows: int, most: int) -> Rows:
     (rows,) = gathering.gather([piece], start + most, copies)
     copy_rows(copies)
     return rows
+
+
+def joined(parts: list[Rows]) -> torch.Tensor:
+    return ROWS.cat([part.tensor for part in parts])
 
 
 def check(rows: torch.Tensor, positions: list[int]) -> None:

@@ -20,11 +20,10 @@ from vllm.v1.capture.dispatch.row_buffer import (
     RowBuffer,
     RowLedger,
     Rows,
-    joined,
 )
 from vllm.v1.capture.dispatch.row_store import RowStore, StoredBlock
 from vllm.v1.capture.groups import GroupChunk, GroupEnd
-from vllm.v1.capture.memory.buffer_pool import RowCopy, copy_rows
+from vllm.v1.capture.memory.buffer_pool import ROWS, RowCopy, copy_rows
 from vllm.v1.capture.types import CaptureResult, VllmInternalRequestId
 from vllm.v1.residual.capture_plan import CaptureEnd, CapturePlan, Reader
 from vllm.v1.residual.capture_step import KeepRows, LoadRows
@@ -405,7 +404,8 @@ class CapturedRequest:
             spans.append((part.start, part.stop))
         self._counts[place] = offset + len(positions)
         group, step = self._groups[number], parts[-1].step
-        taps, rows = reader.named(group.taps), joined(parts)
+        taps = reader.named(group.taps)
+        rows = ROWS.cat([part.tensor for part in parts])
         if reader.heads:
             rows = rows_of_heads(rows, reader.heads, reader.head_size)
         return GroupChunk(self.req_id, taps, rows, offset, step, positions)

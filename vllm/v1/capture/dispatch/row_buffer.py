@@ -63,13 +63,6 @@ class Rows(NamedTuple):
             step = self.step_before
         return Rows(start, stop - start, self.memory, first, step, self.step_before)
 
-    def adjoins(self, before: "Rows") -> bool:
-        """Whether the rows directly follow those of `before` in the same memory."""
-        return (
-            self.memory is before.memory
-            and self.first == before.first + before.num_rows
-        )
-
 
 class RowLedger:
     """The unsettled rows of one request at one group of taps.
@@ -252,15 +245,3 @@ def stretches(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
         stretch.append(piece)
     if stretch:
         yield stretch
-
-
-def joined(parts: list[Rows]) -> torch.Tensor:
-    """The rows of `parts` as `[taps, rows, width]`; a view if they are adjacent."""
-    pieces: list[Rows] = []
-    for part in parts:
-        if pieces and part.adjoins(pieces[-1]):
-            last = pieces.pop()
-            rows = last.num_rows + part.num_rows
-            part = Rows(last.start, rows, last.memory, last.first, part.step)
-        pieces.append(part)
-    return ROWS.cat([piece.tensor for piece in pieces])
