@@ -6,7 +6,6 @@ to a base, or -1. While the batch stays the same, only the base changes between 
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -125,22 +124,11 @@ def assign_slots(
             places.extend(range(offset, offset + count))
         if block.each > 1:
             places = [block.each * at for at in places]
-        if len(block.columns) == 1:
-            slots[block.columns[0] - first_column, rows] = [base + at for at in places]
-        else:
-            per_tap = block.num_rows * block.each
-            columns, firsts = _bases(block.columns, per_tap, base)
-            slots[columns - first_column, rows] = firsts + places
-        base += block.num_staged
-
-
-@lru_cache(maxsize=8)
-def _bases(
-    columns: tuple[int, ...], num_rows: int, base: int
-) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]:
-    """A block's columns, and the first staging row of each; both `[columns, 1]`."""
-    stop = base + len(columns) * num_rows
-    return np.array(columns)[:, None], np.arange(base, stop, num_rows)[:, None]
+        columns = np.array(block.columns)[:, None] - first_column
+        after = base + block.num_staged
+        firsts = np.arange(base, after, block.num_rows * block.each)[:, None]
+        slots[columns, rows] = firsts + places
+        base = after
 
 
 def no_slots(num_taps: int, num_rows: int) -> npt.NDArray[np.int32]:
