@@ -17,7 +17,7 @@ from vllm.v1.residual.row_selection import (
 )
 from vllm.v1.residual.selectors import as_list, parse_positions
 from vllm.v1.residual.sizes import torch_dtype
-from vllm.v1.residual.spans import selected
+from vllm.v1.residual.spans import NAMED, selected
 from vllm.v1.residual.tap import HOOK_NAMES as HOOK_NAMES
 from vllm.v1.residual.tap import HookName as HookName
 
@@ -82,16 +82,9 @@ class CaptureResult:
 
 def captured_prompt_positions(spec: CaptureSpec, num_prompt_tokens: int) -> list[int]:
     """The positions of prompt tokens that a spec captures, ascending."""
-    positions = as_list(spec.positions)
-    match positions:
-        case "last_prompt":
-            return [num_prompt_tokens - 1]
-        case "all_prompt" | "all":
-            return list(range(num_prompt_tokens))
-        case str():
-            return []
-    spans = parse_positions(positions, "positions", fail)
-    assert not isinstance(spans, str)
+    spans = parse_positions(as_list(spec.positions), "positions", fail)
+    if isinstance(spans, str):
+        spans = NAMED.get("all_prompt" if spans == "all" else spans) or ()
     return selected(spans, num_prompt_tokens, 0, num_prompt_tokens)
 
 

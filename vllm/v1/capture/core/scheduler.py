@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture in the scheduler: rows of a step, ends of requests, stored rows."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -212,16 +213,13 @@ class CaptureScheduling:
 
 def _fitting(plan: CapturePlan, computed: int, num_tokens: int, rows: int) -> int:
     """How many of `num_tokens` tokens have at most `rows` rows."""
-    if plan.rows_in(computed, computed + num_tokens) <= rows:
+
+    def rows_of(count: int) -> int:  # It grows with the number of tokens.
+        return plan.rows_in(computed, computed + count)
+
+    if rows_of(num_tokens) <= rows:
         return num_tokens
-    low, high = 0, num_tokens  # rows_in grows with the number of tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        if plan.rows_in(computed, computed + middle) <= rows:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_right(range(num_tokens), rows, key=rows_of) - 1
 
 
 def capture_scheduling(vllm_config: "VllmConfig", block_size: int) -> CaptureScheduling:
