@@ -61,8 +61,10 @@ def check_form(capture: Any) -> None:
         )
 
 
-def check_flags(params: "SamplingParams") -> None:
+def check_fields(params: "SamplingParams") -> None:
     """Refuse flags that are not true or false: the engine core could not read them.
+
+    An empty `capture` asks for nothing, and becomes None.
 
     Raises:
         CaptureValidationError: names the parameter, the value and the remedy.
@@ -72,3 +74,5 @@ def check_flags(params: "SamplingParams") -> None:
         value = getattr(params, name)
         if not isinstance(value, bool):
             raise fail(f"{name} must be true or false", name, value)
+    if isinstance(params.capture, Mapping) and not params.capture:
+        params.capture = None

@@ -13,7 +13,7 @@ from vllm.v1.capture.capabilities import capabilities_of
 from vllm.v1.capture.errors import (
     CaptureValidationError,
     UnknownCaptureConsumerError,
-    check_flags,
+    check_fields,
     check_form,
     fail,
 )
@@ -140,9 +140,7 @@ class Admission:
             CaptureValidationError: names the parameter, the value and the remedy.
 
         """
-        check_flags(params)
-        if isinstance(params.capture, Mapping) and not params.capture:
-            params.capture = None  # Asks for nothing.
+        check_fields(params)
         asks = params.capture, params.readouts, params.stop_when
         if not (self._global_specs or self._steps) and all(one is None for one in asks):
             return None

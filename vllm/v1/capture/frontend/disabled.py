@@ -4,7 +4,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.capture.errors import check_flags, fail
+from vllm.v1.capture.errors import check_fields, fail
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -33,9 +33,7 @@ class NoCapture:
             CaptureValidationError: it does; the message names the option to start with.
 
         """
-        check_flags(params)
-        if isinstance(params.capture, Mapping) and not params.capture:
-            params.capture = None  # Asks for nothing.
+        check_fields(params)
         if params.capture is not None:
             raise fail(
                 "capture: this server has no capture consumers; start it with "
