@@ -77,13 +77,9 @@ class Workspace:
         with contextlib.suppress(OSError):
             self.own.parent.rmdir()
 
-    def aside(self) -> str:
-        """A new path in this process's directory."""
-        return f"{self.own}/{next(self._numbers)}.part"
-
     def create(self) -> tuple[str, int]:
         """Create an incomplete file; returns its path and descriptor."""
-        path = self.aside()
+        path = f"{self.own}/{next(self._numbers)}.part"
         return path, create_file(path)
 
     def folder(self, *parts: str) -> Path:
