@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.v1.readouts.errors import fail
-from vllm.v1.readouts.worker.modules import WorkerModules
 from vllm.v1.residual.tap import Tap
 
 if TYPE_CHECKING:
@@ -150,17 +149,12 @@ def load_module(
     worker: Any, name: str, path: str, tap: Tap | None, fingerprint: str
 ) -> None:
     """For `collective_rpc`: load a probe, translator or SAE."""
-    _modules_to_change(worker).load(name, path, tap, fingerprint)
+    worker.model_runner.residual.modules.load(name, path, tap, fingerprint)
 
 
 def unload_module(worker: Any, name: str) -> None:
     """For `collective_rpc`: unload a probe, translator or SAE."""
-    _modules_to_change(worker).unload(name)
-
-
-def _modules_to_change(worker: Any) -> WorkerModules:
-    modules: WorkerModules = worker.model_runner.residual.modules
-    return modules
+    worker.model_runner.residual.modules.unload(name)
 
 
 def readout_counters(worker: Any) -> dict[str, dict[str, float]]:
@@ -207,5 +201,5 @@ def unembedding_rows_on_rank(worker: Any, tokens: list[int]) -> Any:
     readouts = worker.model_runner.residual.readouts
     if readouts is None:
         return None
-    rows, own = readouts.head.unembedding(tokens)
+    rows, _, own = readouts.head.unembedding(tokens)
     return rows.detach().cpu(), own.cpu()

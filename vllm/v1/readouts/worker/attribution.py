@@ -121,8 +121,7 @@ class Attribution:
             ValueError: the unembedding has no floating-point rows.
 
         """
-        rows, own = self._head.unembedding(list(tokens))
-        bias = self._head.bias_of(list(tokens), own)
+        rows, bias, _ = self._head.unembedding(list(tokens))
         both = torch.cat((rows.float(), bias[:, None].float()), dim=1)
         both = get_tp_group().all_reduce(both)
         scaled = both[:, :-1] * self._scale

@@ -446,38 +446,24 @@ class Head:
         head = next((one for one in found if one is not None), None)
         return getattr(head, "base_layer", head)
 
-    def bias_of(self, tokens: list[int], own: torch.Tensor) -> torch.Tensor:
-        """The head's bias `[tokens]`, 0 where another rank has it.
-
-        Args:
-            tokens: ids below the vocabulary's size.
-            own: as `unembedding` returns it.
-
-        """
-        bias = getattr(self._unadapted, "bias", None)
-        if bias is None:
-            return torch.zeros(len(tokens), device=own.device)
-        ids = torch.tensor(tokens, device=own.device)
-        shard = getattr(self._unadapted, "shard_indices", None)
-        first = shard.org_vocab_start_index if shard is not None else 0
-        return torch.where(own, bias[torch.where(own, ids - first, 0)], 0)
-
-    def unembedding(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the unembedding, and which of them this rank has.
+    def unembedding(
+        self, tokens: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows and biases of the unembedding, and which of them this rank has.
 
         Args:
             tokens: ids below the vocabulary's size.
 
         Returns:
-            `[tokens, hidden_size]` in the weights' dtype, zeros where another rank has
-            the row, and booleans `[tokens]`.
+            `[tokens, hidden_size]` and `[tokens]` in the weights' dtype, zeros where
+            another rank has them, and booleans `[tokens]`.
 
         Raises:
             ValueError: the weights are not kept as they are.
 
         """
         head = self._unadapted
-        weight = getattr(head, "weight", None)
+        weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
         if weight is None or not weight.dtype.is_floating_point:
             raise ValueError("the model has no unembedding with floating-point rows")
         shard = getattr(head, "shard_indices", None)
@@ -485,8 +471,10 @@ class Head:
         first = shard.org_vocab_start_index if shard is not None else 0
         end = shard.org_vocab_end_index if shard is not None else len(weight)
         own = (ids >= first) & (ids < end)
-        rows = weight[torch.where(own, ids - first, 0)]
-        return torch.where(own[:, None], rows, torch.zeros_like(rows)), own
+        at = torch.where(own, ids - first, 0)
+        rows = torch.where(own[:, None], weight[at], 0)
+        biases = rows.new_zeros(len(ids)) if bias is None else bias[at].where(own, 0)
+        return rows, biases, own
 
 
 def trial_rows(
