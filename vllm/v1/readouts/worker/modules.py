@@ -9,7 +9,6 @@ import torch
 from vllm.v1.readouts.modules import (
     Module,
     ProbeModule,
-    TranslatorModule,
     load_module,
 )
 from vllm.v1.readouts.worker.sae import on_device
@@ -63,17 +62,9 @@ class WorkerModules:
         assert isinstance(found, SparseAutoencoder), f"{name!r} is not an SAE"
         return found
 
-    def probe(self, name: str) -> ProbeModule:
-        """A probe by name, in float32."""
-        found = self._modules[name]
-        assert isinstance(found, ProbeModule), f"{name!r} is not a probe"
-        return found
-
-    def translator(self, name: str) -> TranslatorModule:
-        """A translator by name, in the model's dtype."""
-        found = self._modules[name]
-        assert isinstance(found, TranslatorModule), f"{name!r} is not a translator"
-        return found
+    def __getitem__(self, name: str) -> Module:
+        """A module by name: probes in float32, others in the model's dtype."""
+        return self._modules[name]
 
     def _placed(self, module: Module) -> Module:
         device, dtype = self._device, self._dtype

@@ -128,23 +128,6 @@ class Operations:
                 return self._custom_values(job, rows, result)
         return {"rows": rows}
 
-    def _stacked(self, job: Job) -> ProbeModule:
-        """Probes given in requests, as one for each row."""
-        if "stacked" not in job.kept:
-            job.kept["stacked"] = stacked(self._modules(job))
-        found: ProbeModule = job.kept["stacked"]
-        return found
-
-    def _modules(self, job: Job) -> list[ProbeModule]:
-        if "probes" not in job.kept:
-            job.kept["probes"] = [
-                inline_probe(entry.readout.probe, self._device)
-                for entry in job.entries
-                if entry.readout.probe is not None
-            ]
-        found: list[ProbeModule] = job.kept["probes"]
-        return found
-
     def _adapters(self, job: Job) -> list[int]:
         """For each row of a job, the number of its request's LoRA adapter."""
         return [
@@ -155,9 +138,14 @@ class Operations:
 
     def _own_probes(self, job: Job, rows: torch.Tensor) -> Arrays:
         """Probes given in requests: a single product if each entry has one row."""
-        if all(entry.count == 1 for entry in job.entries):
-            return probe_values(self._stacked(job), rows)
-        modules = self._modules(job)
+        each = all(entry.count == 1 for entry in job.entries)
+        if "probes" not in job.kept:
+            probes = (entry.readout.probe for entry in job.entries)
+            found = [inline_probe(one, self._device) for one in probes if one]
+            job.kept["probes"] = [stacked(found)] if each else found
+        modules: list[ProbeModule] = job.kept["probes"]
+        if each:
+            return probe_values(modules[0], rows)
         parts = [
             probe_values(module, rows[entry.first : entry.first + entry.num_rows])
             for module, entry in zip(modules, job.entries)

@@ -223,31 +223,28 @@ def _part(
     name, error = entry.readout.name, result.errors.get(number, "")
     if error:
         return ReadoutPart(name, start, entry.count, {}, error=error)
+    kind = entry.readout.kind
     if entry.reduced:
         own = {label: one[number] for label, one in arrays.items()}
-        return ReadoutPart(name, start, entry.count, own, reduced=True)
-    if entry.readout.kind == "attention" and "all.weights" in arrays:
+    elif kind == "attention" and "all.weights" in arrays:
         found = {label.removeprefix("all."): one for label, one in arrays.items()}
         own = {label: one[number : number + 1] for label, one in found.items()}
-        return ReadoutPart(name, start, entry.count, own)
-    if entry.readout.kind in ("attention", "attribution"):
+    elif kind in ("attention", "attribution"):
         mine = f"{number}."
         own = {k.removeprefix(mine): v for k, v in arrays.items() if k.startswith(mine)}
-        return ReadoutPart(name, start, entry.count, own)
-    if entry.readout.kind == "custom":
+    elif kind == "custom":
         own = {"values": arrays[str(number)]}
-        return ReadoutPart(name, start, entry.count, own)
-    if entry.readout.kind in ONE_TAP:
+    elif kind in ONE_TAP:
         rows = slice(entry.first, entry.first + entry.count)
         own = {label: one[rows] for label, one in arrays.items()}
-        return ReadoutPart(name, start, entry.count, own)
-    staged, taps = len(entry.readout.staged), len(entry.readout.taps)
-    rows = slice(entry.first, entry.first + entry.count * staged)
-    own = {
-        label: one[rows].reshape(entry.count, staged, *one.shape[1:])[:, :taps]
-        for label, one in arrays.items()
-    }
-    return ReadoutPart(name, start, entry.count, own)
+    else:
+        staged, taps = len(entry.readout.staged), len(entry.readout.taps)
+        rows = slice(entry.first, entry.first + entry.count * staged)
+        own = {
+            label: one[rows].reshape(entry.count, staged, *one.shape[1:])[:, :taps]
+            for label, one in arrays.items()
+        }
+    return ReadoutPart(name, start, entry.count, own, reduced=entry.reduced)
 
 
 class Comparison(NamedTuple):

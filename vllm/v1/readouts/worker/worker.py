@@ -278,15 +278,14 @@ class WorkerReadouts:
                 # Probes of several requests are stacked if size and activation agree.
                 return ("probes", *same, *(() if mixes else (id(module),)))
             case "probe":
-                return "probe", modules.probe(readout.module)
+                return "probe", modules[readout.module]
             case "lens":
-                named = readout.module
-                translator = modules.translator(named) if named else None
+                translator = modules[readout.module] if readout.module else None
                 return "lens", readout.top_k, readout.tokens, translator
             case "attribution":
                 return "attribution", self._attribution.directions(readout.tokens)
             case "sae":
-                sae = modules.sae(readout.module)
+                sae = modules[readout.module]
                 return "sae", sae, readout.top_k, readout.features
             case "norm":
                 return ("norm",)
