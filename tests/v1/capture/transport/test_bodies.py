@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.v1.capture.errors import CaptureValidationError
-from vllm.v1.capture.frontend.http import rows_as_json
-from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.frontend.http import as_json as results_as_json
+from vllm.v1.capture.results import RowsByTap, request_key
 from vllm.v1.capture.transport import bodies
 from vllm.v1.capture.transport.bodies import (
     PIECE_BYTES,
@@ -29,6 +29,7 @@ from vllm.v1.capture.transport.bodies import (
     form_for,
 )
 from vllm.v1.capture.transport.parts import Part, Reference, described
+from vllm.v1.capture.types import CaptureResult
 from vllm.v1.readouts.frontend import http
 from vllm.v1.readouts.frontend.http import Listed
 from vllm.v1.readouts.results import ReadoutResult
@@ -58,6 +59,11 @@ def tell(parts: list[Part]) -> Any:
     return told
 
 
+def shown(rows: RowsByTap) -> Any:
+    result = CaptureResult(request_key("r"), "ok", payload=rows)
+    return results_as_json({"inline": result})["inline"]["payload"]
+
+
 def sent(body: Body) -> bytes:
     data = b"".join(bytes(piece) for piece in body.pieces)
     assert body.size in (None, len(data)), "Content-Length is wrong"
@@ -84,12 +90,12 @@ def test_rows_of_some_heads_name_them_in_every_form() -> None:
     facts = {"positions": [4], "token_ids": [7], "heads": [3, 1]}
     rows.put((0, "z"), torch.zeros(1, WIDTH), facts)
     rows = RowsByTap.united([rows])
-    (entry,) = rows_as_json("inline", rows)
+    (entry,) = shown(rows)
     assert entry["heads"] == [3, 1]
     found = RowSet.of([entry])[0, "z"]
     assert found.heads == (3, 1) and "heads [3, 1]" in repr(found)
     rows.put((0, "z"), torch.zeros(1, WIDTH), {**facts, "heads": []})
-    (entry,) = rows_as_json("inline", rows)
+    (entry,) = shown(rows)
     assert "heads" not in entry and RowSet.of([entry])[0, "z"].heads == ()
 
 

@@ -16,7 +16,6 @@ from fastapi import Request
 from vllm.entrypoints.serve.capture.sending import RowsResponse
 from vllm.v1.capture.frontend.http import Deferred
 from vllm.v1.capture.frontend.http import as_json as results_as_json
-from vllm.v1.capture.results import RowsByTap
 from vllm.v1.capture.transport.bodies import (
     FORMS,
     Piece,
@@ -24,13 +23,7 @@ from vllm.v1.capture.transport.bodies import (
     form_for,
 )
 from vllm.v1.capture.transport.handouts import HANDOUTS, KEPT_SECONDS, Handout
-from vllm.v1.capture.transport.parts import (
-    Part,
-    Reference,
-    described,
-    parts_of,
-    parts_of_payload,
-)
+from vllm.v1.capture.transport.parts import Part, Reference, parts_of
 from vllm.v1.capture.types import CaptureResult
 from vllm.v1.readouts.frontend.http import Listed
 from vllm.v1.residual.machine import copy_threads
@@ -108,9 +101,6 @@ class Document:
             shared = None if handout is None else handout.refer(part)
             return reference(part) if shared is None else shared
 
-        def show(name: str, payload: RowsByTap) -> list[dict[str, Any]]:
-            return [described(part, refer) for part in parts_of_payload(name, payload)]
-
         document = dict(self._response)
         if self._readouts is not None:
             is_large = isinstance(self._readouts, Listed)
@@ -118,7 +108,7 @@ class Document:
                 reference(self._readouts) if is_large else self._readouts
             )
         if self._plain or self._results:
-            results = {**self._plain, **results_as_json(self._results, show)}
+            results = {**self._plain, **results_as_json(self._results, refer)}
             document["capture_results"] = results
         return document
 

@@ -2,10 +2,10 @@
 """Capture results in HTTP responses."""
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,18 +18,16 @@ from vllm.v1.capture.results import (
     merge_samples,
     sendable,
 )
-from vllm.v1.capture.transport.parts import Part, described, parts_of_payload
+from vllm.v1.capture.transport.parts import (
+    Part,
+    Reference,
+    described,
+    parts_of_payload,
+)
 from vllm.v1.capture.types import CaptureResult
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
-
-
-Show: TypeAlias = Callable[[str, RowsByTap], list[dict[str, Any]]]
-"""`show(path, payload)`: encodes rows as JSON, one object per tap.
-
-`path` identifies the payload: the instance name, then keys of dicts, joined by `/`.
-"""
 
 
 class Deferred(BaseModel):
@@ -94,28 +92,27 @@ def has_rows(payload: Any) -> bool:
     return isinstance(payload, dict) and any(map(has_rows, payload.values()))
 
 
-def rows_as_json(path: str, payload: RowsByTap) -> list[dict[str, Any]]:
-    """One object per tap; `data` is the base64 of the rows in row-major order.
+def in_base64(part: Part) -> dict[str, str]:
+    """The rows of a part as base64, in row-major order.
 
     The values are little-endian `dtype`, so bfloat16 is exact.
     """
-
-    def data(part: Part) -> dict[str, str]:
-        return {"data": base64.b64encode(part.data).decode()}
-
-    return [described(part, data) for part in parts_of_payload(path, payload)]
+    return {"data": base64.b64encode(part.data).decode()}
 
 
 def as_json(
-    results: Mapping[str, CaptureResult], show: Show = rows_as_json
+    results: Mapping[str, CaptureResult], reference: Reference = in_base64
 ) -> dict[str, Any]:
-    """Results by instance, as JSON; `show` encodes rows."""
+    """Results by instance, as JSON, with an object for each tap of rows.
+
+    `reference` makes what stands for the rows of a part.
+    """
     return {
         name: {
             "key": list(result.key),
             "status": result.status,
             "error": None if result.error is None else sendable(result.error),
-            "payload": _plain(result.payload, name, show),
+            "payload": _plain(result.payload, name, reference),
             **{
                 field: rows
                 for field in COUNTED
@@ -126,26 +123,31 @@ def as_json(
     }
 
 
-def _plain(payload: Any, path: str, show: Show) -> Any:
+def _plain(payload: Any, path: str, reference: Reference) -> Any:
     """A payload as JSON; NaN and infinities become null."""
     if isinstance(payload, RowsByTap):
-        return show(path, payload)
+        parts = parts_of_payload(path, payload)
+        return [described(part, reference) for part in parts]
     if isinstance(payload, torch.Tensor):
         payload = payload.detach().cpu().tolist()
     elif isinstance(payload, (np.ndarray, np.generic)):
         payload = payload.tolist()
     if is_by_tap(payload):
         return [
-            {"layer": layer, "hook": sendable(hook), "value": _plain(value, path, show)}
+            {
+                "layer": layer,
+                "hook": sendable(hook),
+                "value": _plain(value, path, reference),
+            }
             for (layer, hook), value in payload.items()
         ]
     if isinstance(payload, Mapping):
         return {
-            sendable(str(key)): _plain(value, f"{path}/{key}", show)
+            sendable(str(key)): _plain(value, f"{path}/{key}", reference)
             for key, value in payload.items()
         }
     if isinstance(payload, (list, tuple)):
-        return [_plain(value, path, show) for value in payload]
+        return [_plain(value, path, reference) for value in payload]
     if isinstance(payload, float):
         return payload if isfinite(payload) else None
     if payload is None or isinstance(payload, (bool, int)):
