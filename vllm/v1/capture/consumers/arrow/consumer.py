@@ -74,16 +74,6 @@ class ArrowParams(StorageParams):
         options.choice("bfloat16", BFLOAT16)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What the columns of a table depend on."""
-
-    has_rows: bool = True
-    """Whether there are captured rows, in the column `values`."""
-    columns: tuple[Column, ...] = ()
-    """Of readouts."""
-
-
 class TableShard(Shard):
     """An open table in a shared folder."""
 
@@ -93,9 +83,16 @@ class TableShard(Shard):
         workspace: Workspace,
         tag: str,
         sidecar: dict[str, Any],
-        form: Form,
+        columns: tuple[Column, ...],
     ) -> None:
         """Open a temporary file.
+
+        Args:
+            params: of the consumer.
+            workspace: the consumer's root.
+            tag: of the requests.
+            sidecar: of a key, with captured rows if there are any.
+            columns: of readouts.
 
         Raises:
             OSError: it cannot be written.
@@ -103,9 +100,9 @@ class TableShard(Shard):
         """
         super().__init__()
         self._params = params
-        self._columns = form.columns
-        widens = params.bfloat16 == "float32"
-        self._schema = schema_of(sidecar, widens, form.columns, form.has_rows)
+        self._columns = columns
+        widens, has_rows = params.bfloat16 == "float32", "readout" not in sidecar
+        self._schema = schema_of(sidecar, widens, columns, has_rows)
         name = f"rows-pp{sidecar['pipeline_parallel_rank']:02d}"
         ending = _ENDINGS[params.format]
         # Random, because independent engines may share a directory.
@@ -289,21 +286,23 @@ class ArrowConsumer(FilesConsumer):
             )
             return
         rows = [one.sidecar for one in finalizes if not is_readout(one)]
-        form = Form(bool(rows), columns_of(finalizes))
-        described = rows[0] if rows else sidecar
+        described, columns = rows[0] if rows else sidecar, columns_of(finalizes)
         self._shards.add(
             # One open table per thread, so that threads need not wait for each other.
             [
                 (
                     tag,
                     number,
-                    form,
+                    bool(rows),
+                    columns,
                     described["hidden_size"],
                     tuple(described.get("heads", ())),
                 )
                 for number in range(self._params.num_threads)
             ],
-            lambda _: TableShard(self._params, self._workspace, tag, described, form),
+            lambda _: TableShard(
+                self._params, self._workspace, tag, described, columns
+            ),
             lambda shard: shard.append(request, name, finalizes),
         )
 
