@@ -156,7 +156,7 @@ def test_spilling_loses_nothing_and_keeps_the_order(
     may_stop = on_disk == 0
     store = SpillStore(tmp_path, on_disk or 1 << 20)
     play_without_loss(Traffic(spill=store), story, may_stop)
-    assert store.used_bytes == 0
+    assert store._files.used_bytes == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -218,7 +218,7 @@ def test_memory_is_bounded_while_rows_spill(tmp_path: Path) -> None:
     counters = traffic.lane.counters()
     assert counters.spilled_rows == 50 * 4 - 8
     assert counters.spill_bytes == counters.spilled_bytes == 192 * ROW_BYTES
-    assert store.used_bytes == counters.spill_bytes
+    assert store._files.used_bytes == counters.spill_bytes
     assert list(tmp_path.iterdir()) == []  # files without a name
     traffic.end("a")
     assert traffic.answer("a").status == "ok"
@@ -286,7 +286,7 @@ def test_a_full_disk_makes_spilling_wait_and_loses_nothing(
     assert disk.tried.acquire(timeout=WAIT)
     sender.join(0.1)
     assert sender.is_alive(), "nothing waits although the disk is full"
-    assert store.used_bytes == 0
+    assert store._files.used_bytes == 0
     disk.full = False  # Space was freed; the row can be spilled.
     sender.join(WAIT)
     assert not sender.is_alive()

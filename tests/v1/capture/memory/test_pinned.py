@@ -40,11 +40,17 @@ def test_extents_never_overlap_and_what_is_given_back_is_whole_again(
     assert extents.is_free
 
 
+def wait(made: Pages) -> None:
+    """Wait until no slab is being pinned."""
+    assert made._growing is not None
+    made._growing.join()
+
+
 def pages(slab_rows: int, slabs: int) -> tuple[Pages, list[Bytes]]:
     """Pages that only record what they would pin."""
     pinned: list[Bytes] = []
     made = Pages(slab_rows * ALIGNMENT, slabs * slab_rows * ALIGNMENT, pinned.append)
-    made.wait()
+    wait(made)
     return made, pinned
 
 
@@ -75,7 +81,7 @@ def test_a_closed_engine_pins_no_more() -> None:
     made = Pages(ALIGNMENT, 8 * ALIGNMENT, pin, 8 * ALIGNMENT)
     made.close()
     closed.set()
-    made.wait()
+    wait(made)
     assert len(pinned) <= 1
 
 
@@ -83,10 +89,10 @@ def test_memory_for_the_next_step_is_pinned_ahead_up_to_a_bound() -> None:
     made, pinned = pages(slab_rows=2, slabs=2)
     assert len(pinned) == 1
     held = [made.take((1, ROW), torch.float32)]
-    made.wait()
+    wait(made)
     assert len(pinned) == 2
     held += [made.take((2, ROW), torch.float32), made.take((1, ROW), torch.float32)]
-    made.wait()
+    wait(made)
     assert all(page is not None for page in held)
     assert made.take((1, ROW), torch.float32) is None and len(pinned) == 2
     for number, page in enumerate(held):
@@ -106,7 +112,7 @@ def test_no_call_waits_while_memory_is_being_pinned() -> None:
     made = Pages(ALIGNMENT, ALIGNMENT, lambda memory: go.wait(10) and None)
     assert made.take((1, ROW), torch.float32) is None
     go.set()
-    made.wait()
+    wait(made)
     assert made.take((1, ROW), torch.float32) is not None
 
 
@@ -122,10 +128,10 @@ def test_where_no_more_can_be_pinned_it_is_not_tried_again_and_again(
 
     monkeypatch.setattr(made, "_pin", fail)
     held = made.take((1, ROW), torch.float32)
-    made.wait()
+    wait(made)
     for _ in range(3):
         assert made.take((1, ROW), torch.float32) is None
-        made.wait()
+        wait(made)
     assert len(tries) == 1 and len(pinned) == 1
     del held
     gc.collect()

@@ -65,7 +65,7 @@ def test_slots_that_were_cleared_are_written_again(bench: Bench) -> None:
     bench.open(name, plan_for({"a": {TAPS[0]: ((0, steps),)}}, 1))
     for position in range(steps):
         bench.step([(name, position, (float(position),))])
-        bench.worker.clear_slots()
+        bench.worker._slots.clear()
         assert (bench.worker._slots.of_taps == -1).all()
     bench.end(name, Life(1, (), steps, steps))
     rows = bench.collect(1)[name, "a", TAPS[0]]

@@ -149,17 +149,12 @@ class SpillStore:
         self._max_bytes = max_bytes
         self._blocked_until = 0.0
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the files on disk."""
-        return self._files.used_bytes
-
     def write(self, items: Sequence[GroupChunk]) -> list[SpilledRows] | None:
         """Write rows to disk; None if there is no room or the write failed."""
         size = sum(item.tensor.nbytes for item in items)
         if monotonic() < self._blocked_until:
             return None
-        if self.used_bytes + size > self._max_bytes:
+        if self._files.used_bytes + size > self._max_bytes:
             return None
         try:
             return self._files.write([item.tensor.flatten(0, 1) for item in items])

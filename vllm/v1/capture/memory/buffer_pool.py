@@ -205,11 +205,6 @@ class RowMemory:
                 slab.needed = False
             self._slabs.all = kept
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes allocated from the system."""
-        return sum(slab.segment.size for slab in list(self._slabs.all))
-
     def _grow(self, size: int) -> bool:
         for wanted in (max(size, self._segment_bytes), size):
             if self._budget.take(OWNER, wanted):

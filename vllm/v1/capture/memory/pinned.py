@@ -73,11 +73,6 @@ class Pages:
             self._grow()
         return page
 
-    def wait(self) -> None:
-        """Wait until no slab is being pinned."""
-        if self._growing is not None:
-            self._growing.join()
-
     def close(self) -> None:
         """Pin no further slab. A closing engine would go on for gigabytes."""
         self._most = 0

@@ -58,7 +58,7 @@ class SharedSegment:
         SEGMENTS.add(self)
 
     def populate(self) -> None:
-        """Allocate all pages now.
+        """Allocate all pages now, on several threads.
 
         If a page could not be allocated on a later access, the process would be killed.
 
@@ -66,40 +66,26 @@ class SharedSegment:
             OSError: there is not enough memory.
 
         """
-        populate(self.file, self.memory)
+        libc = ctypes.CDLL(None, use_errno=True)
+        advise = libc.madvise
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        address, size = self.address, self.size
+        advise(address, size, MADV_HUGEPAGE)  # May be unsupported; ignored.
+        share = cdiv(cdiv(size, copy_threads()), mmap.PAGESIZE) * mmap.PAGESIZE
+        piece = min(share, POPULATED)
 
+        def populate_from(start: int) -> int:
+            length = min(piece, size - start)
+            failed = advise(address + start, length, MADV_POPULATE_WRITE)
+            return ctypes.get_errno() if failed else 0
 
-def populate(file: int, memory: npt.NDArray[np.uint8]) -> None:
-    """Allocate all pages of a shared file, on several threads.
-
-    Args:
-        file: file descriptor.
-        memory: `[size]`, the whole file, mapped.
-
-    Raises:
-        OSError: there is not enough memory.
-
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    advise = libc.madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    address, size = memory.ctypes.data, memory.nbytes
-    advise(address, size, MADV_HUGEPAGE)  # May be unsupported; ignored.
-    share = cdiv(cdiv(size, copy_threads()), mmap.PAGESIZE) * mmap.PAGESIZE
-    piece = min(share, POPULATED)
-
-    def populate_from(start: int) -> int:
-        length = min(piece, size - start)
-        failed = advise(address + start, length, MADV_POPULATE_WRITE)
-        return ctypes.get_errno() if failed else 0
-
-    # The kernel clears the pages, on the thread that asks for them.
-    with ThreadPoolExecutor(copy_threads(), "capture-populate") as pool:
-        errors = set(pool.map(populate_from, range(0, size, piece))) - {0}
-    if EINVAL in errors:  # Linux before 5.14
-        os.posix_fallocate(file, 0, size)
-    elif errors:
-        raise OSError(errors.pop(), "no memory for captured rows")
+        # The kernel clears the pages, on the thread that asks for them.
+        with ThreadPoolExecutor(copy_threads(), "capture-populate") as pool:
+            errors = set(pool.map(populate_from, range(0, size, piece))) - {0}
+        if EINVAL in errors:  # Linux before 5.14
+            os.posix_fallocate(self.file, 0, size)
+        elif errors:
+            raise OSError(errors.pop(), "no memory for captured rows")
 
 
 class Segments:

@@ -560,7 +560,7 @@ class WorkerCapture:
 
     def _begin(self, num_rows: int) -> None:
         if self._placed is None:
-            self.clear_slots()
+            self._slots.clear()
             self._dispatcher.hand_on()
             return
         layout = self._placed.layout
@@ -591,10 +591,6 @@ class WorkerCapture:
             )
             self._hands_on = layout.number, hands_on
         return self._hands_on[1]
-
-    def clear_slots(self) -> None:
-        """Clear all slots, for a graph that launches captures which nobody wants."""
-        self._slots.clear()
 
     def end_step(self, attention: Any = None) -> None:
         """Called after the forward pass is queued on the device: read and add its rows.
