@@ -128,7 +128,8 @@ class ReadoutScheduling:
             if state.plan.stop_when and tokens:
                 left, fired = self._ended(request, state, parts)
                 if left is not None:
-                    parts = [part for one in parts for part in _below(one, left)]
+                    below = [part for part in parts if part.start < left]
+                    parts = [_between(part, part.start, left) for part in below]
                     tokens = tokens[: left - request.num_tokens]
         except Exception as error:
             logger.exception("The readouts of %s failed", request.request_id)
@@ -201,13 +202,8 @@ def _counting(
     return found
 
 
-def _below(part: ReadoutPart, stop: int | None) -> list[ReadoutPart]:
-    if stop is None or part.start + part.count <= stop:
-        return [part]
-    return [_between(part, part.start, stop)] if part.start < stop else []
-
-
 def _between(part: ReadoutPart, low: int, high: int) -> ReadoutPart:
+    high = min(high, part.start + part.count)
     if part.reduced or (low == part.start and high == part.start + part.count):
         return part
     part.unpack()

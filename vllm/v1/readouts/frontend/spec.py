@@ -172,9 +172,8 @@ def _check_width(spec: Spec, key: str, width: int, part: RowPart | None = None) 
 
 
 def _own_probe(spec: Spec, given: Any, part: RowPart | None) -> Probe:
-    known = {"vectors", "bias", "activation", "cosine", "threshold"}
-    if given is not spec.raw and (unknown := given.keys() - known):
-        raise spec.fail("probe", f"has no keys {sorted(unknown)}; {sorted(known)}")
+    if given is not spec.raw and (unknown := given.keys() - {*_OWN_PROBE}):
+        raise spec.fail("probe", f"has no keys {sorted(unknown)}; {sorted(_OWN_PROBE)}")
     wide = spec.ctx.hidden_size if part is None else part.read
     vectors = _matrix(spec, given["vectors"], wide)
     k = len(vectors)

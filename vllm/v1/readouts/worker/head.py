@@ -495,14 +495,13 @@ def final_norm_of(model: nn.Module, last_layer: nn.Module) -> nn.Module | None:
 
 def _owner(model: nn.Module, layer: nn.Module) -> nn.Module | None:
     """The module that has the list of layers, and so also the final norm."""
-    found = None
     for module in model.modules():  # Parents come before their children.
         for child in module.children():
             if isinstance(child, nn.ModuleList) and any(
                 layer is part for one in child for part in one.modules()
             ):
                 return module
-    return found
+    return None
 
 
 def _norms(owner: nn.Module) -> list[tuple[str, nn.Module]]:
