@@ -199,7 +199,12 @@ def test_rows_lost_before_they_are_spilled_do_not_show_that_the_disk_works(
 ) -> None:
     consumer = consumer_at(tmp_path, timeout_seconds=0.1, buffer_bytes=64)
     late: list[Callable[[], None]] = []
-    monkeypatch.setattr(consumer, "_put", lambda task: late.append(task) or True)
+
+    def put(task: Callable[[], None], timeout: float) -> bool:
+        late.append(task)
+        return True
+
+    monkeypatch.setattr(consumer._executor, "put", put)
     waits: list[bool] = []
     waited = consumer._budget._changed.wait_for
 

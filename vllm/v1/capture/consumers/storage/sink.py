@@ -67,7 +67,6 @@ class StorageSink(GroupSink):
         )
         self._shards: ShardSet[Any] = ShardSet(params.shard_max_bytes)
         """Of files that several requests share."""
-        self._num_threads, self._queue_size = params.num_threads, params.queue_size
         self._timeout = params.timeout_seconds
         self._budget = MemoryBudget(params.buffer(vllm_config))
         self._requests: dict[str, StoredRequest] = {}
@@ -75,7 +74,9 @@ class StorageSink(GroupSink):
         self._workspace = Workspace(params.root)
         # The instance in the front end only validates specs, so threads and
         # directories are created with the first row.
-        self._executor: Executor | None = None
+        self._executor = Executor(
+            f"capture-{name}-writer", params.num_threads, params.queue_size
+        )
         self._spilled = RowFiles(self._workspace.own)
         self._rewritten_bytes = 0
         self._clock: threading.Thread | None = None
@@ -150,7 +151,7 @@ class StorageSink(GroupSink):
                 break
             excess -= request.rows.memory_bytes
             request.spilling = True
-            if not self._put(partial(self._spill, request)):
+            if not self._executor.put(partial(self._spill, request), self._timeout):
                 request.spilling = False
         if not self._budget.wait(self._timeout):
             for request_id in latest:
@@ -211,32 +212,25 @@ class StorageSink(GroupSink):
         self, request_id: str, finalizes: Sequence[CaptureFinalize]
     ) -> None:
         """Queue a request, all keys of which have ended, for writing."""
+        self._start()
         request = self._request(request_id)
         if request.ended_at is not None:
             return
         with self._lock:  # The clock clears `_waiting` under this lock.
             request.ended_at = monotonic()
             self._waiting.set()
-        if not self._put(partial(self._publish, request)):
+        if not self._executor.put(partial(self._publish, request), self._timeout):
             request.settle_error(
                 "the queue of requests to write stayed full for "
                 f"{self._timeout:g} s (timeout_seconds)"
             )
             self._budget.release(request.rows.discard())
 
-    def _put(self, task: Task) -> bool:
-        if self._executor is None:  # The workspace could not be opened.
-            task()
-            return True
-        return self._executor.put(task, self._timeout)
-
     def _publish(self, request: StoredRequest) -> None:
         try:
             if request.settled.is_set():
                 return
-            if self._executor is None and request.finalizes:
-                request.settle_error(self._unusable or "there are no threads")
-            elif finalizes := request.writable():
+            if finalizes := request.writable():
                 self.publish(request, finalizes)
             else:  # All keys have failed, or are in other pipeline stages.
                 request.settle(())
@@ -283,12 +277,6 @@ class StorageSink(GroupSink):
         except OSError as error:
             self._unusable = described(error)
             logger.error("%s cannot write: %s", self._name, self._unusable)
-        else:
-            self._executor = Executor(
-                f"capture-{self._name}-writer",
-                self._num_threads,
-                self._queue_size,
-            )
         self._clock = threading.Thread(
             target=self._run_clock, name=f"capture-{self._name}-clock", daemon=True
         )
@@ -316,8 +304,7 @@ class StorageSink(GroupSink):
 
     def _complete_due(self, now: float, closing: bool, running: bool) -> None:
         for task in self._shards.due(now, closing, running):
-            if self._executor is not None:
-                self._executor.put(task, 0.0)
+            self._executor.put(task, 0.0)
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Write ended requests within `timeout` seconds, and remove other rows."""
@@ -328,9 +315,8 @@ class StorageSink(GroupSink):
         self._closing.set()
         self._waiting.set()
         self._clock.join(timeout)
-        if self._executor is not None:
-            self._settle_all(began + timeout / 2, deadline)
-            self._executor.close(max(deadline - monotonic(), 0.0))
+        self._settle_all(began + timeout / 2, deadline)
+        self._executor.close(max(deadline - monotonic(), 0.0))
         for request in list(self._requests.values()):
             if request.ended_at is None:
                 logger.error(
