@@ -30,7 +30,7 @@ class Shard(ABC):
     """An open shard. `lock` must be held to add to it or to seal it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.sealed = False
         """Whether no more requests can be added: the file is finished, or lost."""
         self.num_bytes = 0
@@ -66,18 +66,19 @@ class Shard(ABC):
         return is_due
 
     def seal(self) -> None:
-        """Accept no more requests, and finish the file; the caller holds the lock."""
-        if self.sealed:
-            return
-        self.sealed = True
-        try:
-            self.write_out()
-        except Exception as error:
-            for request, _ in self._waiting:
-                request.settle_error(described(error))
-        else:
-            for request, results in self._waiting:
-                request.settle(results)
+        """Accept no more requests, and finish the file."""
+        with self.lock:
+            if self.sealed:
+                return
+            self.sealed = True
+            try:
+                self.write_out()
+            except Exception as error:
+                for request, _ in self._waiting:
+                    request.settle_error(described(error))
+            else:
+                for request, results in self._waiting:
+                    request.settle(results)
 
     @abstractmethod
     def write_out(self) -> None:
@@ -157,14 +158,4 @@ class ShardSet(Generic[S]):
         with self._lock:
             self._open = {k: one for k, one in self._open.items() if not one.sealed}
             shards = list(self._open.values())
-        return [
-            _sealing(shard) for shard in shards if shard.is_due(now, closing, running)
-        ]
-
-
-def _sealing(shard: Shard) -> Task:
-    def seal() -> None:
-        with shard.lock:
-            shard.seal()
-
-    return seal
+        return [shard.seal for shard in shards if shard.is_due(now, closing, running)]
