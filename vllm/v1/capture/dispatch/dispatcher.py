@@ -321,7 +321,7 @@ class DispatchThread:
         while (item := self._next()) is not None:
             sent, work = item
             for arrival in sent:
-                self._try(partial(self._arrive, *arrival))
+                self._try(partial(self._arrive, arrival))
             self._try(work)
 
     def _next(self) -> tuple[Sequence[Arrival], Work] | None:
@@ -338,23 +338,17 @@ class DispatchThread:
             # Rows are missing now. Each request detects its missing rows at its end.
             logger.exception("Captured rows could not be distributed to their requests")
 
-    def _arrive(
-        self,
-        staged: Sequence[StagedStep],
-        copied: torch.cuda.Event | None,
-        kept: Sequence[Found] = (),
-        held_from: int | None = None,
-    ) -> None:
-        if held_from is not None:
-            self._pending.held_from = held_from
+    def _arrive(self, arrival: Arrival) -> None:
+        if arrival.held_from is not None:
+            self._pending.held_from = arrival.held_from
         try:
-            if copied is not None:
-                copied.synchronize()
+            if arrival.copied is not None:
+                arrival.copied.synchronize()
         except Exception:
-            self.lose(staged)
+            self.lose(arrival.steps)
             raise
-        self._pending.add(staged)
-        self._pending.keep(kept)
+        self._pending.add(arrival.steps)
+        self._pending.keep(arrival.kept)
 
     def lose(self, staged: Sequence[StagedStep]) -> None:
         """Release the memory of steps whose rows cannot be copied, in their order."""
