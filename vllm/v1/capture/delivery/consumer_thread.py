@@ -43,6 +43,9 @@ RESULT_TIMEOUT = 60.0
 SHUTDOWN_GRACE = 2.0
 """Seconds that a sink's shutdown may exceed its timeout by."""
 
+STALLED = "the consumer has not returned from a call"
+"""Error of what a stalled sink loses."""
+
 Outcome = tuple[CaptureResult, int]
 """A result, and the number of rows that it is about."""
 
@@ -407,13 +410,9 @@ class SinkLane:
 
     def _lose(self, packet: Packet) -> None:
         for key in packet.keys:
-            self._guarded.failures.setdefault(
-                key, "the consumer has not returned from a call"
-            )
+            self._guarded.failures.setdefault(key, STALLED)
 
-    def _give_up(
-        self, ending: Ending, why: str = "the consumer has not returned from a call"
-    ) -> None:
+    def _give_up(self, ending: Ending, why: str = STALLED) -> None:
         """Send an error result for a stalled sink, which still gets the finalizes."""
         if ending in self._answered:
             return
