@@ -14,7 +14,7 @@ each thread has a file of its own.
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -156,7 +156,7 @@ def _written(parts: Sequence[Part], size: int) -> tuple[File, ...]:
     files: list[File] = []
     shares = shared_out(parts, threads_for(size))
     try:
-        in_parallel([partial(_write, share, files) for share in shares])
+        in_parallel(partial(_write, share, files) for share in shares)
     except BaseException:
         for file in files:
             os.close(file.number)
@@ -164,26 +164,17 @@ def _written(parts: Sequence[Part], size: int) -> tuple[File, ...]:
     return tuple(files)
 
 
-def in_parallel(tasks: Sequence[Callable[[], object]]) -> None:
-    """Run tasks on as many threads; one of them is the caller's.
-
-    Args:
-        tasks: as many as `threads_for` returns, or less.
-
-    """
-    first, *others = tasks
-    futures = [_pool().submit(task) for task in others]
-    try:
-        first()
-    finally:
-        wait(futures)
+def in_parallel(tasks: Iterable[Callable[[], object]]) -> None:
+    """Run tasks on threads, and wait for all of them, whatever they raise."""
+    futures = [_pool().submit(task) for task in tasks]
+    wait(futures)
     for future in futures:
         future.result()
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(copy_threads() - 1, 1), "capture-copy")
+    return ThreadPoolExecutor(copy_threads(), "capture-copy")
 
 
 def shared_out(parts: Sequence[Part], count: int) -> list[list[Part]]:
