@@ -83,7 +83,7 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "norms": (operations, "norms", "read"),
     "sums": (worker, "reduce_rows", "read"),
     "jobs": (worker, "make_job_set", "read"),
-    "results on the host": (worker, "_on_host", "read"),
+    "results on the host": (worker, "_to_host", "read"),
     "results of a step": (PendingReadouts, "collect", "read"),
     "results in the scheduler": (scheduler._State, "counting", "read"),
     "results of a request": (collector, "_joined", "read"),

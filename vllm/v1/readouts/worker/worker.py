@@ -453,12 +453,14 @@ class WorkerReadouts:
         if beside is not None:
             beside.wait_stream(torch.cuda.current_stream())
             stream = torch.cuda.stream(beside)
+        kept = [*work, *(one.arrays for one in message.results)]
         with stream:
-            results = _on_host([*message.results, *self._results(work, further)])
+            results = [*message.results, *self._results(work, further)]
+            for one in results:
+                one.arrays = {name: _to_host(a) for name, a in one.arrays.items()}
         if self._device.type == "cuda":
             done = torch.cuda.Event(blocking=True)
             done.record(beside or torch.cuda.current_stream())
-        kept = [*work, *message.results]
         self._pending = PendingReadouts(
             results, starts, further, done, kept, dict(self._split)
         )
@@ -586,20 +588,6 @@ def _problem(job: Job, error: Exception) -> str:
     """The text of an error, which is being handled, for the results of a job."""
     logger.exception("Readouts of the kind %r failed", job.key[0])
     return described(error)
-
-
-def _on_host(results: Sequence[JobResult]) -> list[JobResult]:
-    """Results whose arrays are being copied to the host."""
-    return [
-        JobResult(
-            one.entries,
-            one.shift,
-            {name: _to_host(array) for name, array in one.arrays.items()},
-            one.errors,
-            one.kept,
-        )
-        for one in results
-    ]
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:
