@@ -78,10 +78,8 @@ class Spec:
     def integer(self, key: str, default: int, least: int, most: int) -> int:
         """An integer within `[least, most]`."""
         value = self.raw.get(key, default)
-        if not is_integer(value):
+        if not is_integer(value, least, most + 1):
             raise self.fail(key, f"must be an integer, {least} to {most}")
-        if not least <= value <= most:
-            raise self.fail(key, f"must be {least} to {most}")
         return int(value)
 
     def integers(self, key: str, stop: int, what: str) -> tuple[int, ...]:

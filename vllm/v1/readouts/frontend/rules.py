@@ -44,31 +44,22 @@ def parse_stops(
             raw,
         )
     by_name = {one.name: one for one in readouts}
-    return tuple(_stop(one, by_name, ctx, modules) for one in raw)
+    rules = tuple([parse_rule(one, by_name, modules, "stop_when") for one in raw])
+    for readout in [by_name[rule.readout] for rule in rules]:
+        if all(stop <= ctx.num_prompt_tokens for _, stop in readout.ranges):
+            raise fail(
+                f"stop_when: {readout.name!r} reads no generated token, so it would "
+                'never end the request; give it positions "all_generated"',
+                "stop_when.readout",
+                readout.name,
+            )
+    return rules
 
 
 def listed_rules(raw: Any) -> Any:
     """The conditions as plain data; a single one becomes a list."""
     stops = plain(raw)
     return [stops] if isinstance(stops, dict) else stops
-
-
-def _stop(
-    raw: Any,
-    readouts: Mapping[str, Readout],
-    ctx: CaptureContext,
-    modules: Mapping[str, ModuleInfo],
-) -> StopWhen:
-    rule = parse_rule(raw, readouts, modules, "stop_when")
-    readout = readouts[rule.readout]
-    if all(stop <= ctx.num_prompt_tokens for _, stop in readout.ranges):
-        raise fail(
-            f"stop_when: {readout.name!r} reads no generated token, so it would never "
-            'end the request; give it positions "all_generated"',
-            "stop_when.readout",
-            readout.name,
-        )
-    return rule
 
 
 def parse_rule(
