@@ -13,7 +13,6 @@ A probe or translator file is a safetensors file with these metadata and tensors
   is true, as in a tuned lens (arXiv 2303.08112). A Jacobian lens is the matrix alone.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,10 +56,9 @@ class ProbeModule:
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the values."""
-        found = hashlib.sha256(repr((self.activation, self.cosine)).encode())
-        for tensor in (self.vectors, self.bias, self.threshold):
-            found.update(b"none" if tensor is None else tensor.numpy().tobytes())
-        return found.hexdigest()
+        parts = (self.vectors, self.bias, self.threshold)
+        tensors = [tensor for tensor in parts if tensor is not None]
+        return fingerprint_of((self.activation, self.cosine), tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
