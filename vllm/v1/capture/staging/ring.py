@@ -50,8 +50,7 @@ class RowRing:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._taken: deque[Segment] = deque()
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition()
 
     def reserve(self, num_rows: int, timeout: float | None = None) -> Segment | None:
         """Reserve the next segment.
@@ -67,13 +66,9 @@ class RowRing:
         assert 0 < num_rows <= self.num_rows, (
             f"a step wants {num_rows} rows of staging memory that has {self.num_rows}"
         )
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: self._place(num_rows) is not None, timeout)
             start = self._place(num_rows)
-            if start is None and timeout != 0.0:
-                self._changed.wait_for(
-                    lambda: self._place(num_rows) is not None, timeout
-                )
-                start = self._place(num_rows)
             if start is None:
                 return None
             segment = Segment(start, num_rows)
@@ -96,7 +91,7 @@ class RowRing:
 
     def in_the_way(self, num_rows: int) -> set[Segment]:
         """The oldest segments, which must be released for a segment of this size."""
-        with self._lock:
+        with self._changed:
             taken, oldest = self._taken.copy(), set[Segment]()
         while self._place(num_rows, taken) is None:
             oldest.add(taken.popleft())
