@@ -140,9 +140,6 @@ class WorkerCapture:
             for tap, column in self._columns.items()
         }
         """The address that identifies the op of each tap, as in `Launch`."""
-        self._column_of_address = {
-            address: self._columns[tap] for tap, address in self.addresses.items()
-        }
         widths = {
             self._columns[tap]: size
             for tap, size in other_widths(shapes, taps, width).items()
@@ -620,7 +617,7 @@ class WorkerCapture:
             self._dispatcher.lose(staged)
 
     def _parts(self, progress: CaptureProgress) -> Parts:
-        columns = self._column_of_address
+        columns = {a: self._columns[tap] for tap, a in self.addresses.items()}
         return [
             ({columns[address] for address in addresses}, event)
             for addresses, event in progress.parts
