@@ -29,7 +29,7 @@ NO_ROWS: Rows = (0, 0)
 
 
 class Library(Protocol):
-    """The functions of `csrc/bindings`."""
+    """The functions of `csrc/module.cpp`."""
 
     def gather_rows(
         self,
