@@ -5,9 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "dtype.h"
-
 namespace clearbox {
+
+/// The dtypes of rows of the stream, numbered as by `DTYPES` in Python.
+enum class Dtype { kBfloat16, kFloat16, kFloat32 };
 
 /// The rows of a step at a hook point. Strides are in values.
 struct StepRows {

@@ -21,7 +21,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 MODULE = "vllm.v1.residual.native._native"
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""The dtypes that native programs support, as numbered in `csrc/dtype.h`."""
+"""The dtypes that native programs support, as numbered in `csrc/programs/run.h`."""
 
 Rows: TypeAlias = tuple[int, int]
 """The address of a matrix, and the number of values from one row to the next."""
