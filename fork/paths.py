@@ -2,60 +2,30 @@
 """The paths of the fork's parts."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True, slots=True)
 class Checkout:
     """A checkout of the fork, or a miniature one in tests."""
 
-    root: Path
-
-    @property
-    def pins(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.pins = root / "fork" / "upstream.toml"
         """The file that pins the upstream release."""
-        return self.root / "fork" / "upstream.toml"
-
-    @property
-    def edits(self) -> Path:
+        self.edits = root / "fork" / "edits"
         """Edit files, at the paths of the modules they edit."""
-        return self.root / "fork" / "edits"
-
-    @property
-    def overlay(self) -> Path:
+        self.overlay = root / "vllm"
         """The files that the fork adds."""
-        return self.root / "vllm"
-
-    @property
-    def packages(self) -> Path:
+        self.packages = root / "packages"
         """Packages next to `vllm`, under the import names of other systems' scripts."""
-        return self.root / "packages"
-
-    @property
-    def weave(self) -> Path:
+        self.weave = root / "fork" / "weave"
         """The decoder-layer weave."""
-        return self.root / "fork" / "weave"
-
-    @property
-    def parity_results(self) -> Path:
+        self.parity_results = root / "tests" / "parity" / "results.json"
         """The results of the parity suite, by architecture."""
-        return self.root / "tests" / "parity" / "results.json"
-
-    @property
-    def supported_models(self) -> Path:
-        """The page that lists the architectures."""
-        return self.root / "docs" / "reference" / "supported_models.md"
-
-    @property
-    def requirements(self) -> Path:
+        self.requirements = root / "requirements" / "common.txt"
         """The fork's own run-time requirements."""
-        return self.root / "requirements" / "common.txt"
-
-    @property
-    def license(self) -> Path:
+        self.license = root / "LICENSE"
         """The fork's own licence."""
-        return self.root / "LICENSE"
 
     def tree(self, device: str, upstream: str | None = None) -> Path:
         """The default path of the built tree; a release that is named has its own."""

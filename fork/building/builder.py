@@ -11,10 +11,8 @@ from pathlib import Path
 from fork.building.check import check
 from fork.building.contents import (
     Added,
-    Compiled,
     Content,
     Contents,
-    Original,
     Text,
     added_files,
     assemble,
@@ -32,28 +30,23 @@ from fork.paths import HERE, Checkout
 from fork.progress import step
 from fork.upstream.fetch import fetch, sha256_of, verify, wheel_version
 from fork.upstream.pins import load_upstream, machine_name
-from fork.upstream.release import HARD_LINKED_BYTES, Release, unpack
+from fork.upstream.release import Release, copy_or_link, unpack
 
 MANIFEST = ".fork-manifest.json"
 _Stamp = list[str | int]
 """Fingerprint, size in bytes and mtime in nanoseconds of a file when it was placed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """How many files a build placed in its tree and removed from it."""
-
-    placed: int
-    removed: int
-
-
-def update_tree(out: Path, contents: Contents) -> Update:
+def update_tree(out: Path, contents: Contents) -> tuple[int, int]:
     """Make the folder `out` hold exactly `contents`.
 
     Changed files are staged and each moved into place by an atomic replacement, so that
     a running Python never sees a partial file, and bytecode of unchanged files stays
     valid. The manifest is written last: after an interrupted update the next build
     repairs the tree.
+
+    Returns:
+        How many files were placed in it, and removed from it.
 
     Raises:
         BuildFailure: `out` was not made by a build.
@@ -70,7 +63,9 @@ def update_tree(out: Path, contents: Contents) -> Update:
         return _refresh(out, contents, manifest)
 
 
-def _refresh(out: Path, contents: Contents, manifest: dict[str, _Stamp]) -> Update:
+def _refresh(
+    out: Path, contents: Contents, manifest: dict[str, _Stamp]
+) -> tuple[int, int]:
     changed = {
         path: content
         for path, content in contents.items()
@@ -78,7 +73,7 @@ def _refresh(out: Path, contents: Contents, manifest: dict[str, _Stamp]) -> Upda
     }
     gone = [path for path in manifest if path not in contents]
     if not changed and not gone:
-        return Update(0, 0)
+        return 0, 0
     with tempfile.TemporaryDirectory(dir=out, prefix=".staging-") as folder:
         staging = Path(folder)
         for path, content in changed.items():
@@ -90,7 +85,7 @@ def _refresh(out: Path, contents: Contents, manifest: dict[str, _Stamp]) -> Upda
             os.replace(staging / path, out / path)
             _drop_bytecode(out / path)
     _write_manifest(out, contents)
-    return Update(placed=len(changed), removed=len(gone))
+    return len(changed), len(gone)
 
 
 def _place(content: Content, path: Path, linked_from: Path) -> None:
@@ -99,18 +94,8 @@ def _place(content: Content, path: Path, linked_from: Path) -> None:
         path.write_bytes(content.data)
     elif isinstance(content, Added):
         path.symlink_to(link_target(content, linked_from))
-    elif isinstance(content, Compiled) or not _link(content, path):
-        shutil.copy2(content.path, path)
-
-
-def _link(content: Original, path: Path) -> bool:
-    if content.path.stat().st_size < HARD_LINKED_BYTES:
-        return False
-    try:
-        os.link(content.path, path)
-    except OSError:  # another file system, or one without hard links
-        return False
-    return True
+    else:
+        copy_or_link(content.path, path)
 
 
 def link_target(content: Added, linked_from: Path) -> str:
@@ -259,10 +244,10 @@ def build_tree(order: Order, out: Path) -> Built:
     native = native_files(order.checkout, order.jobs)
     built = replace(built, contents=built.contents | native)
     with step(f"tree {out}"):
-        update = update_tree(out, built.contents)
+        placed, removed = update_tree(out, built.contents)
     added = len(added_files(order.checkout))
     print(
         f"  {len(built.woven)} files woven, {added} added; "
-        f"{update.placed} placed, {update.removed} removed"
+        f"{placed} placed, {removed} removed"
     )
     return built

@@ -15,17 +15,12 @@ WEAVE_AT_RUN_TIME = "vllm/model_executor/residual_weave"
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
-    """An unchanged upstream file."""
+class Copied:
+    """An unchanged upstream file, or the fork's compiled library."""
 
     path: Path
-    release: str
-    """SHA-256 of the wheel, used in place of the file's own."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the content does."""
-        return f"upstream {self.release}"
+    fingerprint: str
+    """Changes when the content does: the hash of what the file is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +47,7 @@ class Added:
         return f"link {self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A library of the fork, compiled from its sources."""
-
-    path: Path
-    digest: str
-    """Hash of the sources and tools that it is built from."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when the content does."""
-        return f"compiled {self.digest}"
-
-
-Content = Original | Text | Added | Compiled
+Content = Copied | Text | Added
 Contents = dict[str, Content]
 
 
@@ -129,7 +110,8 @@ def assemble(
     Later ones replace earlier ones of the same path.
     """
     contents: Contents = {
-        path: Original(release.root / path, release.sha256) for path in release.files()
+        path: Copied(release.root / path, f"upstream {release.sha256}")
+        for path in release.files()
     }
     contents |= {path: Text(source.encode()) for path, source in woven.items()}
     contents |= {path: Text(data) for path, data in generated.items()}

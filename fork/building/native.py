@@ -14,7 +14,7 @@ import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fork.building.contents import Compiled, Contents
+from fork.building.contents import Contents, Copied
 from fork.building.lock import only_one
 from fork.errors import BuildFailure
 from fork.paths import Checkout, cache_root
@@ -50,7 +50,7 @@ def native_files(checkout: Checkout, jobs: int) -> Contents:
                 return {}
             _keep(module, kept)
     (module,) = kept.iterdir()
-    return {f"{FOLDER}/{module.name}": Compiled(module, digest)}
+    return {f"{FOLDER}/{module.name}": Copied(module, f"compiled {digest}")}
 
 
 def _tool(name: str) -> str | None:

@@ -16,7 +16,7 @@ from fork.building.metadata import license_files
 from fork.errors import BuildFailure
 from fork.paths import HERE
 from fork.upstream.pins import default_device
-from fork.upstream.release import HARD_LINKED_BYTES
+from fork.upstream.release import copy_or_link
 
 
 def setup_arguments() -> dict[str, Any]:  # setuptools' keywords are of every type
@@ -112,15 +112,4 @@ def copy_contents(built: Built, tree: Path, target: Path) -> None:
         content = built.contents[path]
         source = content.path if isinstance(content, Added) else tree / path
         (target / path).parent.mkdir(parents=True, exist_ok=True)
-        _copy(source, target / path)
-
-
-def _copy(source: Path, target: Path) -> None:
-    if source.stat().st_size >= HARD_LINKED_BYTES:
-        try:
-            os.link(source, target)
-        except OSError:  # another file system
-            pass
-        else:
-            return
-    shutil.copy2(source, target)
+        copy_or_link(source, target / path)

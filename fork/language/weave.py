@@ -16,8 +16,6 @@ class EditFile:
     """Path of the edit file, for messages."""
     module: str
     """Path of the upstream module, `vllm/...`."""
-    why: str
-    """The edit file's docstring."""
     edits: tuple[Edit, ...]
 
 

@@ -20,6 +20,18 @@ the tree.
 """
 
 
+def copy_or_link(source: Path, target: Path) -> None:
+    """Copy a file, or hard-link a large one."""
+    if source.stat().st_size >= HARD_LINKED_BYTES:
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or one without hard links
+            pass
+        else:
+            return
+    shutil.copy2(source, target)
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
     """An unpacked upstream wheel, which is never changed."""

@@ -28,12 +28,11 @@ def load_edit_file(module: str, path: Path) -> EditFile:
         names = runpy.run_path(str(path))
     except Exception as error:  # a broken edit file may raise anything
         raise BuildFailure(f"{shown} does not load: {error}") from error
-    why = (names.get("__doc__") or "").strip()
     edits = names.get("EDITS")
-    if not why:
+    if not (names.get("__doc__") or "").strip():
         raise BuildFailure(f"{shown}: say in a docstring why {module} is edited")
     if not isinstance(edits, list) or not edits:
         raise BuildFailure(f"{shown}: needs a list EDITS with at least one edit")
     if not all(isinstance(edit, Edit) for edit in edits):
         raise BuildFailure(f"{shown}: EDITS may hold edits of fork.language only")
-    return EditFile(shown, module, why, tuple(edits))
+    return EditFile(shown, module, tuple(edits))

@@ -12,7 +12,7 @@ VERSION = "9.9.9"
 
 
 def run(source: str, *edits: Edit) -> Woven:
-    file = EditFile(EDIT_FILE, MODULE, "a test", tuple(edits))
+    file = EditFile(EDIT_FILE, MODULE, tuple(edits))
     return weave(dedent(source), file, VERSION)
 
 

@@ -67,5 +67,5 @@ def test_an_edit_may_be_for_some_releases_only(release: str, line: str) -> None:
     new = after(scope="", anchor="mark()", insert="new()", why="test")
     missing = after(scope="", anchor="gone()", insert="new()", why="test")
     edits = (*until("0.10.0", old), *since("0.10.0", new), *since("2.0", missing))
-    woven = weave("mark()\n", EditFile("e.py", "m.py", "a test", edits), release)
+    woven = weave("mark()\n", EditFile("e.py", "m.py", edits), release)
     assert woven.source == f"mark()\n{line}\n"
