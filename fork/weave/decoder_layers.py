@@ -18,14 +18,13 @@ from .added_points import (
     prove_added,
     stream_behind,
 )
-from .anchors import resolve
 from .events import Trace
 from .finding import decoder_layers, may_hold_layers
-from .insertion import Decoration, insert
-from .interpreter import Interpreter
+from .insertion import decorator, insert, members
+from .interpreter import paths
 from .layer_class import LayerClass, Module
 from .mlp_points import MLP_POINTS, place_mlp, prove_mlp
-from .placement import BLOCK, POST, PRE, Site, final_terms, place
+from .placement import BLOCK, POST, PRE, Site, anchored, final_terms, place
 from .proof import prove
 from .rules import NOT_TAPPED, REFUSED, RULES, Rule, Sometimes
 from .several_streams import (
@@ -205,7 +204,7 @@ def _plan(parsed: Module, name: str, rule: Rule) -> _Plan:
         return _either(parsed, name, rule, *rule.otherwise)
     if rule.streams:
         lacks = dict.fromkeys(ADDED_POINTS, NO_SUM)
-        plan = _Plan(cls, rule, tuple(resolve(cls, rule.anchors)), lacks)
+        plan = _Plan(cls, rule, tuple(anchored(cls, rule.anchors)), lacks)
         traces = _traces(cls, rule)
         return _with(plan, parsed, MLP_POINTS, lambda early: place_mlp(traces, early))
     traces = _traces(cls, rule)
@@ -285,15 +284,8 @@ def _woven(parsed: Module, plans: list[_Plan]) -> Module:
         for site in sorted(plan.sites, key=lambda site: _ORDER.index(site.point))
     ]
     records = {
-        p.cls.node: Decoration(
-            p.points(),
-            p.rule.unless,
-            p.rule.runs,
-            p.partial,
-            p.rule.sometimes,
-            p.rule.streams,
-        )
-        for p in own
+        plan.cls.node: (decorator(plan.points(), plan.partial), members(plan.rule))
+        for plan in own
     }
     return Module(insert(parsed.tree, sites, records))
 
@@ -327,16 +319,12 @@ def _traces(
     if known is not None and not more:
         return known
     return [
-        trace
-        for case in rule.cases
-        for trace in Interpreter(
-            cls, cls.methods["forward"], {**case, **more}, rule
-        ).traces()
+        trace for case in rule.cases for trace in paths(cls, rule, {**case, **more})
     ]
 
 
 def _sites(cls: LayerClass, rule: Rule, traces: list[Trace]) -> tuple[Site, ...]:
-    by_hand = resolve(cls, rule.anchors)
+    by_hand = anchored(cls, rule.anchors)
     wanted = set(rule.points) - {site.point for site in by_hand}
     if not wanted:
         return tuple(by_hand)

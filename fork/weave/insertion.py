@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from textwrap import indent
 from typing import Any
 
@@ -13,7 +13,7 @@ import libcst.matchers as m
 
 from .layer_class import code
 from .placement import Site
-from .rules import Sometimes
+from .rules import Rule
 
 _PROPERTY = """@property
 def hook_points_unless(self) -> tuple[str, ...]:
@@ -38,46 +38,41 @@ def hook_points_streams(self) -> int:
 _IMPORT = "from vllm.model_executor.layers.residual import tap as residual_tap\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Decoration:
-    """The facts that are recorded on a tapped class."""
+def decorator(points: Sequence[str], partial: tuple[str, ...]) -> cst.Decorator:
+    """The decorator that records the points of a tapped class.
 
-    points: tuple[str, ...]
-    unless: Mapping[str, str]
-    runs: str = ""
-    partial: tuple[str, ...] = ()
-    """The points that hold partial sums where there are several ranks."""
-    sometimes: tuple[Sometimes, ...] = ()
-    streams: str = ""
+    Args:
+        points: all of them.
+        partial: those that hold partial sums where there are several ranks.
+    """
+    names = ", ".join(f'"{point}"' for point in points)
+    facts = f", partial={partial}" if partial else ""
+    return cst.Decorator(cst.parse_expression(f"residual_tap.tapped({names}{facts})"))
 
-    def decorator(self) -> cst.Decorator:
-        """The decorator that records the points."""
-        points = ", ".join(f'"{point}"' for point in self.points)
-        facts = f", partial={self.partial}" if self.partial else ""
-        text = f"residual_tap.tapped({points}{facts})"
-        return cst.Decorator(cst.parse_expression(text))
 
-    def members(self) -> list[cst.BaseStatement]:
-        """The properties `hook_points_unless`, `_lacking`, `_runs` and `_streams`.
+def members(rule: Rule) -> list[cst.BaseStatement]:
+    """The properties `hook_points_unless`, `_lacking`, `_runs` and `_streams`.
 
-        Those that are needed.
-        """
-        pairs = "".join(f"({met}, {why!r}),\n" for met, why in self.unless.items())
-        texts = [_PROPERTY.format(pairs=indent(pairs, " " * 8))] if pairs else []
-        few = [(one.lacking, one.points, one.why) for one in self.sometimes]
-        pairs = "".join(f"({met}, {names!r}, {why!r}),\n" for met, names, why in few)
-        texts += [_LACKING.format(pairs=indent(pairs, " " * 8))] if pairs else []
-        texts += [_RUNS.format(runs=self.runs)] if self.runs else []
-        texts += [_STREAMS.format(streams=self.streams)] if self.streams else []
-        statements = [cst.parse_statement(text) for text in texts]
-        line = cst.EmptyLine(indent=False)
-        return [node.with_changes(leading_lines=[line]) for node in statements]
+    Those that a rule needs.
+    """
+    pairs = "".join(f"({met}, {why!r}),\n" for met, why in rule.unless.items())
+    texts = [_PROPERTY.format(pairs=indent(pairs, " " * 8))] if pairs else []
+    few = [(one.lacking, one.points, one.why) for one in rule.sometimes]
+    pairs = "".join(f"({met}, {names!r}, {why!r}),\n" for met, names, why in few)
+    texts += [_LACKING.format(pairs=indent(pairs, " " * 8))] if pairs else []
+    texts += [_RUNS.format(runs=rule.runs)] if rule.runs else []
+    texts += [_STREAMS.format(streams=rule.streams)] if rule.streams else []
+    statements = [cst.parse_statement(text) for text in texts]
+    line = cst.EmptyLine(indent=False)
+    return [node.with_changes(leading_lines=[line]) for node in statements]
+
+
+Decorations = Mapping[cst.ClassDef, tuple[cst.Decorator, list[cst.BaseStatement]]]
+"""By class: the decorator, and the members to append."""
 
 
 def insert(
-    tree: cst.Module,
-    sites: Sequence[Site],
-    decorations: Mapping[cst.ClassDef, Decoration],
+    tree: cst.Module, sites: Sequence[Site], decorations: Decorations
 ) -> cst.Module:
     """`tree` with a call at every site and each class decorated.
 
@@ -125,9 +120,7 @@ def _statements(site: Site) -> list[cst.BaseStatement]:
 
 
 class _Writer(cst.CSTTransformer):
-    def __init__(
-        self, sites: Sequence[Site], decorations: Mapping[cst.ClassDef, Decoration]
-    ) -> None:
+    def __init__(self, sites: Sequence[Site], decorations: Decorations) -> None:
         super().__init__()
         self.sites = sites
         self.decorations = decorations
@@ -182,12 +175,12 @@ class _Writer(cst.CSTTransformer):
     def leave_ClassDef(
         self, original_node: cst.ClassDef, updated_node: cst.ClassDef
     ) -> cst.ClassDef:
-        decoration = self.decorations.get(original_node)
-        if decoration is None:
+        if original_node not in self.decorations:
             return updated_node
-        body = [*updated_node.body.body, *decoration.members()]
+        first, more = self.decorations[original_node]
+        body = [*updated_node.body.body, *more]
         return updated_node.with_changes(
-            decorators=[decoration.decorator(), *updated_node.decorators],
+            decorators=[first, *updated_node.decorators],
             body=updated_node.body.with_changes(body=body),
         )
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import libcst as cst
 
@@ -27,48 +26,50 @@ class _Returned(Exception):
         self.values = values
 
 
-@dataclass
-class Interpreter:
-    """All paths through one method of one layer class."""
+def paths(layer: LayerClass, rule: Rule, assume: Mapping[str, bool]) -> Iterator[Trace]:
+    """Yield the trace of each consistent path through a layer's `forward` once.
 
-    layer: LayerClass
-    method: cst.FunctionDef
-    assume: Mapping[str, bool]
-    rule: Rule
+    Equal conditions on values that do not change have equal outcomes on a path.
 
-    def traces(self) -> Iterator[Trace]:
-        """Yield the trace of each consistent path once.
+    Args:
+        layer: the class.
+        rule: its rule.
+        assume: outcomes of conditions, by source text.
 
-        Equal conditions on values that do not change have equal outcomes on a path.
-
-        Raises:
-            Unprovable: a construct cannot be interpreted.
-        """
-        pending: list[list[bool]] = [[]]
-        count = 0
-        while pending:
-            count += 1
-            if count > MAX_PATHS:
-                raise Unprovable(f"more than {MAX_PATHS} paths")
-            run = _Path(self, pending.pop())
-            trace = run.run()
-            pending.extend(run.alternatives)
-            if trace is not None:
-                yield trace
+    Raises:
+        Unprovable: a construct cannot be interpreted.
+    """
+    pending: list[list[bool]] = [[]]
+    count = 0
+    while pending:
+        count += 1
+        if count > MAX_PATHS:
+            raise Unprovable(f"more than {MAX_PATHS} paths")
+        path = _Path(layer, rule, assume, pending.pop())
+        trace = path.run()
+        pending.extend(path.alternatives)
+        if trace is not None:
+            yield trace
 
 
 class _Path(Expressions):
     """One path. Decisions after `given` are True; their opposites are alternatives."""
 
-    def __init__(self, owner: Interpreter, given: list[bool]) -> None:
-        super().__init__(owner.layer, owner.rule)
-        self.method = owner.method
-        self.assume = {**_ASSUMED, **owner.assume}
+    def __init__(
+        self,
+        layer: LayerClass,
+        rule: Rule,
+        assume: Mapping[str, bool],
+        given: list[bool],
+    ) -> None:
+        super().__init__(layer, rule)
+        self.method = layer.methods["forward"]
+        self.assume = {**_ASSUMED, **assume}
         self.given = given
         self.taken: list[bool] = []
         self.alternatives: list[list[bool]] = []
         self.known: dict[str, bool] = {}
-        self.small: cst.CSTNode = owner.method
+        self.small: cst.CSTNode = self.method
         self.depth = 0
         self.params = [
             p.name.value

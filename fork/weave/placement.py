@@ -7,9 +7,12 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import libcst as cst
+import libcst.matchers as m
 
 from .events import Event, Trace
 from .interpreter import RESIDUAL
+from .layer_class import LayerClass, code
+from .rules import Anchor
 from .stream import Role, Term, Unprovable, Weight, check_known, sublayers
 
 PRE, POST, BLOCK = "pre_attn", "post_attn", "post_block"
@@ -45,6 +48,34 @@ class Site:
     def is_first(self) -> bool:
         """Whether the call precedes everything else in its method."""
         return isinstance(self.statement, cst.FunctionDef) and self.point == PRE
+
+
+def anchored(cls: LayerClass, anchors: Sequence[Anchor]) -> list[Site]:
+    """The sites that a rule's anchors name in the methods of a class.
+
+    Raises:
+        Unprovable: an anchor matches no statement, or several.
+    """
+    return [
+        Site(one.point, one.method, one.arguments, _statement(cls, one), one.after)
+        for one in anchors
+    ]
+
+
+def _statement(cls: LayerClass, anchor: Anchor) -> cst.CSTNode:
+    if anchor.within not in cls.methods:
+        raise Unprovable(f"the rule's anchor is in {anchor.within}, which is not there")
+    statements = m.findall(cls.methods[anchor.within], m.SimpleStatementLine() | m.If())
+    found = [
+        node
+        for node in statements
+        if code(node.with_changes(leading_lines=())).startswith(anchor.statement)
+    ]
+    if len(found) != 1:
+        raise Unprovable(
+            f"the rule's anchor {anchor.statement!r} begins {len(found)} statements"
+        )
+    return found[0]
 
 
 def place(
