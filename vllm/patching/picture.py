@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm.patching.result import PatchResult
-from vllm.v1.residual.picture_forms import check_form
+from vllm.v1.residual.pictures import check_picture
 from vllm.v1.steering.errors import fail
 
 if TYPE_CHECKING:
@@ -58,27 +58,9 @@ def draw(result: PatchResult, path: str | PathLike[str] | None) -> "Figure":
 
 
 def check_can_draw(path: str | PathLike[str] | None) -> None:
-    """Check that a picture can be written, before an engine is started.
-
-    Raises:
-        SteeringValidationError: the folder is missing, matplotlib is, or it does not
-            know the form.
-
-    """
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        folder = str(Path(path).parent)
-        raise fail(f"path: there is no folder {folder!r}; create it", "path", folder)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise fail(
-            "heatmap: pictures need matplotlib: pip install matplotlib; .values has "
-            "the numbers",
-            "path",
-            None if path is None else str(path),
-        ) from None
-    if path is not None:
-        check_form(Path(path), "path", fail)
+    """Check that a picture can be written, or shown; see `check_picture`."""
+    instead = ".values has the numbers"
+    check_picture(None if path is None else Path(path), "path", instead, fail)
 
 
 def page_parts(result: PatchResult) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.residual.picture_forms import check_form
+from vllm.v1.residual.pictures import check_picture
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
 
@@ -19,29 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_can_draw(path: Path) -> None:
-    """Check that a plot can be written, before an engine is started.
-
-    Raises:
-        SteeringValidationError: the folder is missing, matplotlib is, or it does not
-            know the form.
-
-    """
-    if not path.absolute().parent.is_dir():
-        raise fail(
-            f"plot: there is no folder {str(path.parent)!r}; create it first",
-            "plot",
-            str(path),
-        )
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise fail(
-            "plot: plotting needs matplotlib: pip install matplotlib; or omit --plot, "
-            "the tables are printed anyway",
-            "plot",
-            str(path),
-        ) from None
-    check_form(path, "plot", fail)
+    """Check that a plot can be written; see `check_picture`."""
+    instead = "or omit --plot, the tables are printed anyway"
+    check_picture(path, "plot", instead, fail)
 
 
 @contextmanager
