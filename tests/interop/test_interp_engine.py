@@ -4,6 +4,7 @@
 import asyncio
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ import torch
 from fastapi import FastAPI
 
 from tests.interop.streams import streams_of
-from vllm.entrypoints.serve.interp_engine.attach import attach_router
+from vllm.entrypoints.serve.interp_engine.api_router import attach_router
+from vllm.entrypoints.serve.routers import attach_routers
 from vllm.interop.interp_engine import wire
 from vllm.interop.interp_engine.facts import ModelFacts
 from vllm.interop.interp_engine.model import ServedModel
@@ -48,7 +50,7 @@ class Served:
         self.model = self.wait(self._load(folder))
         app = FastAPI()
         app.state.engine_client = self.model.engine
-        attach_router(app, SimpleNamespace(interp_engine_api=True))
+        attach_router(app)
         transport = httpx.ASGITransport(app)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://here")
 
@@ -446,6 +448,6 @@ def test_tensors_travel_in_three_dtypes() -> None:
 
 def test_without_the_option_nothing_is_mounted() -> None:
     app = FastAPI()
-    before = len(app.routes)
-    attach_router(app, SimpleNamespace(interp_engine_api=False))
-    assert len(app.routes) == before
+    args = Namespace(interp_engine_api=False, enable_lens_page=False)
+    attach_routers(app, args)
+    assert not any("interp-engine" in getattr(one, "path", "") for one in app.routes)

@@ -7,7 +7,6 @@ from fastapi import FastAPI
 
 from vllm.entrypoints.serve.capture import api_router as capture
 from vllm.entrypoints.serve.hooks import api_router as hooks
-from vllm.entrypoints.serve.interp_engine import attach as interp_engine
 from vllm.entrypoints.serve.lens_page import route as lens_page
 from vllm.entrypoints.serve.patching import api_router as patching
 from vllm.entrypoints.serve.readouts import api_router as readouts
@@ -21,5 +20,8 @@ def attach_routers(app: FastAPI, args: Namespace) -> None:
     readouts.attach_router(app)
     patching.attach_router(app)
     hooks.attach_router(app, args)
-    interp_engine.attach_router(app, args)
+    if args.interp_engine_api:
+        from vllm.entrypoints.serve.interp_engine import api_router as interp_engine
+
+        interp_engine.attach_router(app)
     lens_page.attach_router(app, args)

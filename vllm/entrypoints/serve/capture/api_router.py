@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from vllm.entrypoints.serve.capture.answers import answer
-from vllm.entrypoints.serve.utils.json_object import engine_with
 from vllm.v1.capture.consumers.memory.api import drop as drop_kept
 from vllm.v1.capture.consumers.memory.api import keepers, read
 from vllm.v1.capture.consumers.memory.store import selected
@@ -40,8 +39,7 @@ async def get_capture(request: Request) -> JSONResponse:
     Workers report their counters about once a second.
     """
     capture = _capture(request)
-    engine = request.app.state.engine_client
-    await capture.listen(getattr(engine, "engine_core", None))
+    await capture.listen(request.app.state.engine_client.engine_core)
     kept = {name: one.store.describe() for name, one in keepers(capture).items()}
     return JSONResponse({**capture.describe(), "kept": kept})
 
@@ -168,7 +166,7 @@ def _hook(text: str | None) -> str | None:
 
 
 def _capture(request: Request) -> NoCapture:
-    found: NoCapture = engine_with(request, "capture").capture
+    found: NoCapture = request.app.state.engine_client.capture
     return found
 
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from vllm import envs
 from vllm.entrypoints.serve.steering.authority import KeyedRoute
-from vllm.entrypoints.serve.utils.json_object import engine_with, read_object
+from vllm.entrypoints.serve.utils.json_object import read_object
 from vllm.interop.vllm_lens import hook_wire
 from vllm.v1.hooks.errors import fail
 
@@ -72,5 +72,5 @@ _add_clearing("/clear_prefetched", "clear_prefetched")
 
 async def _read(request: Request, *names: str) -> tuple[Any, dict[str, Any]]:
     """The engine, and the body, which may have only the fields `names`."""
-    engine = engine_with(request, "register_hooks")
+    engine = request.app.state.engine_client
     return engine, await read_object(request, names, fail, may_be_empty=True)

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
@@ -88,6 +88,18 @@ class _Route(APIRoute):
 
 
 router = APIRouter(route_class=_Route)
+PREFIXES = ("/v1", "/v1/interp-engine", "/v1/interp-engine/v1")
+"""The second is for names that a later release may have itself.
+
+With the third, `SERVER/v1/interp-engine` is a base URL for clients that ask for
+`BASE/health` and `BASE/v1/describe`: `SERVER/health` is upstream's and has no body.
+"""
+
+
+def attach_router(app: FastAPI) -> None:
+    """Mount the routes."""
+    for prefix in PREFIXES:
+        app.include_router(router, prefix=prefix)
 
 
 def _model(request: Request) -> ServedModel:

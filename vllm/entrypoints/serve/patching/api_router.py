@@ -108,10 +108,7 @@ def attach_router(app: FastAPI) -> None:
 async def patch_sweep(request: Request) -> Response:
     """Patch a prompt at one place after another: JSON, or a stream of cells."""
     body = await read_object(request, schema.FIELDS, fail)
-    models = getattr(request.app.state, "openai_serving_models", None)
-    if models is None:
-        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
-    model = body.get("model")
+    models, model = request.app.state.openai_serving_models, body.get("model")
     if model is not None and not models.is_base_model(model):
         raise fail("model: only the server's own model is patched", "model", model)
     answer: Response | None = await _answered(body, raw_request=request)

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 from vllm import envs
 from vllm.entrypoints.serve.steering.authority import KeyedRoute
-from vllm.entrypoints.serve.utils.json_object import engine_with, flag, read_object
+from vllm.entrypoints.serve.utils.json_object import flag, read_object
 from vllm.v1.readouts.errors import fail
 
 reading = APIRouter(prefix="/v1")
@@ -32,7 +32,7 @@ def attach_router(app: FastAPI) -> None:
 @reading.get("/readouts")
 async def get_readouts(request: Request) -> JSONResponse:
     """Modules, limits, and counters by kind of readout."""
-    return JSONResponse(await engine_with(request, "get_readouts").get_readouts())
+    return JSONResponse(await request.app.state.engine_client.get_readouts())
 
 
 @reading.get("/readouts/modules")
@@ -48,7 +48,7 @@ async def get_saes(request: Request) -> JSONResponse:
 
 
 async def _modules(request: Request, saes: bool) -> Answer:
-    found = (await engine_with(request, "get_readouts").get_readouts())["modules"]
+    found = (await request.app.state.engine_client.get_readouts())["modules"]
     own = {name: one for name, one in found.items() if (one["kind"] == "sae") == saes}
     return {"modules": own, "count": len(own)}
 
@@ -59,7 +59,7 @@ async def register(request: Request) -> JSONResponse:
     """Register a probe, a translator or an SAE from a file on the server."""
     body = await read_object(request, FIELDS, fail)
     replace = flag(body, "replace", fail)
-    described = await engine_with(request, "get_readouts").register_readout_module(
+    described = await request.app.state.engine_client.register_readout_module(
         body.get("name"),
         body.get("path"),
         body.get("layer"),
@@ -75,7 +75,7 @@ async def register(request: Request) -> JSONResponse:
 async def unregister(request: Request) -> JSONResponse:
     """Unregister a probe, a translator or an SAE."""
     body = await read_object(request, ("name",), fail)
-    await engine_with(request, "get_readouts").unregister_readout_module(
+    await request.app.state.engine_client.unregister_readout_module(
         body.get("name"), _kind(request)
     )
     return JSONResponse({"status": "ok", "name": body["name"]})

@@ -17,7 +17,7 @@ from vllm.entrypoints.serve.steering.authority import (
     KeyedRoute,
     steering_keys,
 )
-from vllm.entrypoints.serve.utils.json_object import engine_with, flag, read_object
+from vllm.entrypoints.serve.utils.json_object import flag, read_object
 from vllm.interop.reference_fork import named as gate_vectors
 from vllm.logger import init_logger
 from vllm.v1.steering.errors import UnknownModuleError, fail
@@ -207,5 +207,5 @@ def _ok(answer: Answer) -> JSONResponse:
 
 
 def _control(request: Request) -> AsyncSteeringControl:
-    control: AsyncSteeringControl = engine_with(request, "steering").steering
+    control: AsyncSteeringControl = request.app.state.engine_client.steering
     return control

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routes share that read their bodies themselves: JSON objects, the engine."""
+"""JSON objects, for routes that read their bodies themselves."""
 
 from collections.abc import Callable, Mapping, Sequence
-from http import HTTPStatus
 from typing import Any, TypeAlias
 
-from fastapi import HTTPException, Request
+from fastapi import Request
 
 from vllm.entrypoints.serve.utils.json_reader import BodyError
 from vllm.entrypoints.serve.utils.request_body import parse_json, read_body
@@ -44,16 +43,3 @@ def flag(body: Mapping[str, Any], name: str, fail: Fail) -> bool:
     if not isinstance(value, bool | None):
         raise fail(f"{name} must be true or false", name, value)
     return bool(value)
-
-
-def engine_with(request: Request, name: str) -> Any:
-    """The server's engine, which must have an attribute `name`.
-
-    Raises:
-        HTTPException: there is no such engine (501).
-
-    """
-    engine = getattr(request.app.state, "engine_client", None)
-    if not hasattr(engine, name):
-        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, "this server has no engine")
-    return engine
