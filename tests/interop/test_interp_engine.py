@@ -22,8 +22,7 @@ from vllm.entrypoints.serve.routers import attach_routers
 from vllm.interop.interp_engine import wire
 from vllm.interop.interp_engine.facts import ModelFacts
 from vllm.interop.interp_engine.model import ServedModel
-from vllm.interop.interp_engine.reading import readable_tap
-from vllm.interop.interp_engine.steering import steering_of, vectors_of
+from vllm.interop.interp_engine.steering import readable_tap, steering_of, vectors_of
 from vllm.interop.interp_engine.types import (
     Address,
     DirectionSet,
@@ -351,28 +350,28 @@ MODEL = SimpleNamespace(d_model=64, tokenizer=None)
 
 
 def test_a_call_within_a_block_is_steered_by_it(block: Block) -> None:
-    found = steering_of(MODEL, None, PROMPT)
-    assert found.tiers == {"steering_vectors": found.vectors}
-    assert list(found.vectors) == ["post_block"]
+    ((field, vectors),) = steering_of(MODEL, None, PROMPT).items()
+    assert field == "steering_vectors" and list(vectors) == ["post_block"]
     own = steering_of(MODEL, STEERING[0], PROMPT, generated=False)
-    assert list(own.tiers) == ["prefill_steering_vectors"]
-    assert list(own.vectors["post_block"]) == [0], "its own steering precedes the block"
+    ((field, vectors),) = own.items()
+    assert field == "prefill_steering_vectors"
+    assert list(vectors["post_block"]) == [0], "its own steering precedes the block"
     other = SimpleNamespace(d_model=64, tokenizer=None)
-    assert steering_of(other, None, PROMPT).tiers == {}
-    assert steering_of(MODEL, [], PROMPT).tiers == {}
+    assert steering_of(other, None, PROMPT) == {}
+    assert steering_of(MODEL, [], PROMPT) == {}
 
 
 def test_a_block_may_leave_positions_out(block: Block) -> None:
     block.position_mask = [0, 2]
-    tiers = steering_of(MODEL, None, PROMPT).tiers
+    tiers = steering_of(MODEL, None, PROMPT)
     for entry in tiers["prefill_steering_vectors"]["post_block"][1]:
         assert entry["positions"] == [1, 3, 4, 5]
     assert "positions" not in tiers["decode_steering_vectors"]["post_block"][1][0]
     block.generated = False
-    tiers = steering_of(MODEL, None, PROMPT).tiers
+    tiers = steering_of(MODEL, None, PROMPT)
     assert list(tiers) == ["prefill_steering_vectors"]
     block.position_mask = list(range(len(PROMPT)))
-    assert steering_of(MODEL, None, PROMPT).tiers == {}
+    assert steering_of(MODEL, None, PROMPT) == {}
 
 
 def test_operations_in_another_order_are_refused() -> None:
@@ -418,11 +417,11 @@ def test_addresses_and_reads_behind_steering() -> None:
     assert tap_of("resid_pre", 2) == (2, "pre_attn")
     with pytest.raises(ValueError, match="not served"):
         tap_of("model.layers.5.mlp")
-    steered = {"post_block": {1: []}}
+    steered = {"prefill_steering_vectors": {"post_block": {1: []}}}
     assert readable_tap((0, "post_block"), steered, 3) == (0, "post_block")
     assert readable_tap((1, "post_block"), steered, 3) == (2, "pre_attn")
     with pytest.raises(ValueError, match="read and steered"):
-        readable_tap((2, "post_block"), {"post_block": {2: []}}, 3)
+        readable_tap((1, "post_block"), steered, 2)
 
 
 def test_tensors_travel_in_three_dtypes() -> None:

@@ -30,41 +30,21 @@ class ModelFacts:
     def __init__(self, config: VllmConfig, tokenizer: Any) -> None:
         self.config = config
         self.tokenizer = tokenizer
-
-    @property
-    def hf_model_id(self) -> str:
+        model = config.model_config
+        self.hf_model_id = str(model.model)
         """The model's name or path."""
-        return str(self.config.model_config.model)
-
-    @property
-    def n_layers(self) -> int:
+        self.n_layers = num_layers(model)
         """Number of decoder layers."""
-        return num_layers(self.config.model_config)
-
-    @property
-    def d_model(self) -> int:
+        self.d_model = int(model.get_hidden_size())
         """Width of the residual stream."""
-        return int(self.config.model_config.get_hidden_size())
-
-    @property
-    def n_heads(self) -> int:
+        self.n_heads = int(model.model_arch_config.total_num_attention_heads)
         """Number of query heads of the whole model."""
-        return int(self.config.model_config.model_arch_config.total_num_attention_heads)
-
-    @property
-    def n_kv_heads(self) -> int:
+        self.n_kv_heads = int(model.get_total_num_kv_heads())
         """Number of key and value heads of the whole model."""
-        return int(self.config.model_config.get_total_num_kv_heads())
-
-    @property
-    def head_dim(self) -> int:
+        self.head_dim = int(model.get_head_size())
         """Width of a head."""
-        return int(self.config.model_config.get_head_size())
-
-    @property
-    def default_prepend_bos(self) -> bool:
+        self.default_prepend_bos = tokenizer.bos_token_id is not None
         """Whether `to_tokens` begins with BOS by default."""
-        return self.tokenizer.bos_token_id is not None
 
     @property
     def tokenizer_prepends_bos(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm.interop.interp_engine.steering import Tiers
 from vllm.interop.interp_engine.types import LensStep
 from vllm.sampling_params import SamplingParams
 
@@ -24,17 +25,17 @@ async def read_lenses(
     point: str,
     top_n: int,
     skip_before: int,
-    vectors: Mapping[str, Any] | None,
+    tiers: Tiers,
     params: SamplingParams,
 ) -> AsyncIterator[LensStep]:
     """Yield a step per position from `skip_before`.
 
-    `vectors` says where the request is steered. `params` must generate one token more
+    `tiers` say where the request is steered. `params` must generate one token more
     than is read. A stop token ends the iteration after its own step.
     """
     wanted = max(params.max_tokens or 1, 1) - 1
     first = min(max(skip_before, 0), len(prompt))
-    readouts, parts = _readouts(model, lenses, point, top_n, vectors)
+    readouts, parts = _readouts(model, lenses, point, top_n, tiers)
     end = len(prompt) + wanted
     if first >= end:
         return
@@ -58,7 +59,7 @@ def _readouts(
     lenses: Sequence[Any],
     point: str,
     top_n: int,
-    vectors: Mapping[str, Any] | None,
+    tiers: Tiers,
 ) -> tuple[dict[str, dict[str, Any]], list[list[Part]]]:
     """The readouts, and for each lens the places of its layers' results in them."""
     from vllm.interop.interp_engine.model import jacobian_module
@@ -77,7 +78,7 @@ def _readouts(
             maps = model.jacobians[name]
         own: list[Part] = []
         for layer in lens.layers:
-            at, hook = model._tap(f"{point}.{layer}", vectors)
+            at, hook = model._tap(f"{point}.{layer}", tiers)
             translated = layer in maps
             if translated and at != layer:
                 raise ValueError(

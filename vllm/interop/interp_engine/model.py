@@ -14,8 +14,7 @@ from vllm.inputs import TokensPrompt
 from vllm.interop.head import received
 from vllm.interop.interp_engine.facts import ModelFacts
 from vllm.interop.interp_engine.lens import read_lenses
-from vllm.interop.interp_engine.reading import readable_tap
-from vllm.interop.interp_engine.steering import Steering, steering_of
+from vllm.interop.interp_engine.steering import Tiers, readable_tap, steering_of
 from vllm.interop.interp_engine.types import (
     GenStep,
     LensStep,
@@ -92,9 +91,8 @@ class ServedModel(ModelFacts):
 
         """
         _check_detach(detach)
-        steering = await self._steered(steering_spec, prompt_token_ids)
-        vectors = steering.vectors
-        taps = {address_of(p, tap_of(p)): self._tap(p, vectors) for p in points}
+        tiers = await self._steered(steering_spec, prompt_token_ids)
+        taps = {address_of(p, tap_of(p)): self._tap(p, tiers) for p in points}
         positions: Any = "all_prompt"
         wanted = None
         if rows is not None:
@@ -107,7 +105,7 @@ class ServedModel(ModelFacts):
             temperature=0,
             detokenize=False,
             capture=capture_spec(sorted(set(taps.values())), positions),
-            **steering.tiers,  # type: ignore[arg-type]
+            **tiers,  # type: ignore[arg-type]
         )
         found = rows_of(await self._last(prompt_token_ids, params))
         if wanted is not None:
@@ -130,18 +128,16 @@ class ServedModel(ModelFacts):
             ValueError: an argument is unsupported; the message names it.
 
         """
-        steering = await self._steered(steering_spec, prompt_token_ids)
+        tiers = await self._steered(steering_spec, prompt_token_ids)
         readouts: dict[str, Any] = {}
         for number, one in enumerate(directions):
-            readouts |= await asyncio.to_thread(
-                self._probes, number, one, steering.vectors
-            )
+            readouts |= await asyncio.to_thread(self._probes, number, one, tiers)
         params = SamplingParams(
             max_tokens=1,
             temperature=0,
             detokenize=False,
             readouts=readouts,
-            **steering.tiers,  # type: ignore[arg-type]
+            **tiers,  # type: ignore[arg-type]
         )
         output = await self._last(prompt_token_ids, params)
         results = output.outputs[0].readouts or {}
@@ -154,7 +150,7 @@ class ServedModel(ModelFacts):
             values[number].append(torch.from_numpy(result["values"]))
         return [torch.cat(parts, dim=1) for parts in values]
 
-    def _probes(self, number: int, one: Any, vectors: Any) -> dict[str, Any]:
+    def _probes(self, number: int, one: Any, tiers: Tiers) -> dict[str, Any]:
         """The readouts of one set of directions, by name `<set>.<first row>`."""
         matrix = decode_tensor(one.vectors)
         if matrix.dim() != 2 or matrix.shape[1] != self.d_model:
@@ -173,7 +169,7 @@ class ServedModel(ModelFacts):
                 f"directions {number}: bias must be [{len(matrix)}], not "
                 f"{list(bias.shape)}"
             )
-        layer, hook = self._tap(one.point, vectors)
+        layer, hook = self._tap(one.point, tiers)
         common = {"kind": "probe", "layer": layer, "hook": hook}
         common |= {"positions": "all_prompt", "activation": one.nonlinearity}
         probes = {}
@@ -297,7 +293,7 @@ class ServedModel(ModelFacts):
                 "jacobians: install them once with set_lens_jacobians, and name the "
                 "set in LensSpec.jacobian_set"
             )
-        steering = await self._steered(steering_spec, prompt_token_ids)
+        tiers = await self._steered(steering_spec, prompt_token_ids)
         params = SamplingParams(
             # Rows exist for tokens that are fed back, so one more token is generated.
             max_tokens=max_tokens + 1,
@@ -306,9 +302,9 @@ class ServedModel(ModelFacts):
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            **steering.tiers,  # type: ignore[arg-type]
+            **tiers,  # type: ignore[arg-type]
         )
-        reading = (lenses, point, top_n, skip_before, steering.vectors)
+        reading = (lenses, point, top_n, skip_before, tiers)
         async for step in read_lenses(self, list(prompt_token_ids), *reading, params):
             yield step
 
@@ -337,7 +333,7 @@ class ServedModel(ModelFacts):
             top_p=top_p,
             presence_penalty=presence_penalty,
         )
-        steering = await self._steered(steering_spec, prompt_token_ids, steer_generated)
+        tiers = await self._steered(steering_spec, prompt_token_ids, steer_generated)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=settings.temperature,
@@ -349,7 +345,7 @@ class ServedModel(ModelFacts):
             logprobs=n_logprobs or None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            **steering.tiers,  # type: ignore[arg-type]
+            **tiers,  # type: ignore[arg-type]
         )
         async for output in self._outputs(prompt_token_ids, params):
             part = output.outputs[0]
@@ -367,7 +363,7 @@ class ServedModel(ModelFacts):
 
     async def _steered(
         self, spec: Any, prompt_token_ids: Sequence[int], generated: bool = True
-    ) -> Steering:
+    ) -> Tiers:
         """What a call is steered with, which is read on a thread."""
         arguments = self, spec, prompt_token_ids, generated
         return await asyncio.to_thread(steering_of, *arguments)
@@ -384,10 +380,10 @@ class ServedModel(ModelFacts):
             raise
         return received(answer)
 
-    def _tap(self, point: Any, vectors: Any) -> tuple[int, str]:
+    def _tap(self, point: Any, tiers: Tiers) -> tuple[int, str]:
         if (refusal := self.refuses(point)) is not None:
             raise ValueError(refusal)
-        return readable_tap(tap_of(point), vectors, self.n_layers)
+        return readable_tap(tap_of(point), tiers, self.n_layers)
 
     def _position(self, row: int, count: int) -> int:
         if not -count <= row < count:

@@ -8,8 +8,7 @@ refused.
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,38 +18,28 @@ from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_finite
 from vllm.v1.residual.tap import Tap
 
-ORDER = (
-    "additive",
-    "norm_scaled_add",
-    "orthogonal",
-    "ablate",
-    "swap",
-    "projection_cap",
-)
-"""The methods, in the order in which one hook point applies them."""
 
-_RANKS = {"additive": 0, "norm_scaled_add": 0, "orthogonal": 1, "ablate": 1}
-_RANKS |= {"swap": 2, "projection_cap": 3}
+class _Method(NamedTuple):
+    """A method of interp-engine."""
 
-FIELDS = {
-    "additive": ("vector", "scale", "normalize"),
-    "norm_scaled_add": ("vector", "strength", "max_fraction", "normalize"),
-    "orthogonal": ("vector", "coeff"),
-    "ablate": ("vector",),
-    "swap": ("vector", "target"),
-    "projection_cap": ("vector", "min", "max"),
+    spec: str
+    """The class of its operations, by name."""
+    rank: int
+    """When a hook point applies it; those of an equal rank in the order of writing."""
+    fields: tuple[str, ...]
+
+
+METHODS = {
+    "additive": _Method("AddSpec", 0, ("vector", "scale", "normalize")),
+    "norm_scaled_add": _Method(
+        "NormScaledAddSpec", 0, ("vector", "strength", "max_fraction", "normalize")
+    ),
+    "orthogonal": _Method("OrthogonalDecompSpec", 1, ("vector", "coeff")),
+    "ablate": _Method("AblateSpec", 1, ("vector",)),
+    "swap": _Method("SwapSpec", 2, ("vector", "target")),
+    "projection_cap": _Method("ProjectionCapSpec", 3, ("vector", "min", "max")),
 }
-"""The fields of each method."""
-
-_CLASSES = {
-    "AddSpec": "additive",
-    "OrthogonalDecompSpec": "orthogonal",
-    "ProjectionCapSpec": "projection_cap",
-    "NormScaledAddSpec": "norm_scaled_add",
-    "AblateSpec": "ablate",
-    "SwapSpec": "swap",
-}
-"""interp-engine's operation classes, by name."""
+"""The methods by name, in the order in which one hook point applies them."""
 
 Vectors = dict[str, dict[int, list[dict[str, Any]]]]
 """Entries by hook point and layer, in the form of `SamplingParams.steering_vectors`."""
@@ -60,19 +49,9 @@ Tiers = dict[str, Vectors]
 """`Vectors` by field of `SamplingParams`; empty if nothing is steered."""
 
 
-@dataclass(frozen=True, slots=True)
-class Steering:
-    """What one request is steered with."""
-
-    vectors: Vectors | None
-    """Where something acts; None if nothing does."""
-    tiers: Tiers
-    """The same, as arguments of `SamplingParams`."""
-
-
 def steering_of(
     model: Any, spec: Any, prompt: Sequence[int], generated: bool = True
-) -> Steering:
+) -> Tiers:
     """What a call is steered with: its own spec, or the open block of its caller.
 
     Args:
@@ -91,15 +70,37 @@ def steering_of(
         kept = _kept_positions(block.position_mask, prompt, model.tokenizer)
     vectors = vectors_of(spec, width)
     if vectors is None:
-        return Steering(None, {})
+        return {}
     if generated and kept is None:
-        return Steering(vectors, {"steering_vectors": vectors})
+        return {"steering_vectors": vectors}
     tiers = {"decode_steering_vectors": vectors} if generated else {}
     if kept is None:
         tiers["prefill_steering_vectors"] = vectors
     elif kept:
         tiers["prefill_steering_vectors"] = _at_positions(vectors, kept)
-    return Steering(vectors, tiers)
+    return tiers
+
+
+def readable_tap(tap: Tap, tiers: Tiers, num_layers: int) -> Tap:
+    """The tap whose rows are those of `tap` after its own steering.
+
+    A capture sees the stream before the steering at its point; in interp-engine, reads
+    come after it.
+
+    Raises:
+        ValueError: there is no such tap.
+
+    """
+    layer, hook = tap
+    if not any(layer in vectors.get(hook, ()) for vectors in tiers.values()):
+        return tap
+    if hook == "post_block" and layer + 1 < num_layers:
+        # The input of the next layer is captured before its steering there.
+        return layer + 1, "pre_attn"
+    raise ValueError(
+        f"{hook} of layer {layer} is read and steered at once, and no later point has "
+        "the same stream: steer there, and read another point"
+    )
 
 
 def _open_block(model: Any) -> Any:
@@ -184,20 +185,23 @@ def _operations(spec: Any) -> Iterator[tuple[Tap, str, Mapping[str, Any]]]:
 def _method(operation: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(operation, Mapping):
         method = operation.get("method")
-        if not isinstance(method, str) or method not in _RANKS:
+        if not isinstance(method, str) or method not in METHODS:
             raise ValueError(
-                f"steering: method {shown(method)} is unknown; use one of {list(ORDER)}"
+                f"steering: method {shown(method)} is unknown; use one of "
+                f"{list(METHODS)}"
             )
-        if unknown := sorted(operation.keys() - {"method", *FIELDS[method]}):
+        fields = METHODS[method].fields
+        if unknown := sorted(operation.keys() - {"method", *fields}):
             raise ValueError(
                 f"steering: {method} has no field {shown(unknown[0])}; its fields are "
-                f"{list(FIELDS[method])}"
+                f"{list(fields)}"
             )
-        return str(method), operation
-    name = type(operation).__name__
-    if name not in _CLASSES:
-        raise ValueError(f"steering: {name} is no operation; use {list(_CLASSES)}")
-    return _CLASSES[name], vars(operation)
+        return method, operation
+    methods = {one.spec: name for name, one in METHODS.items()}
+    spec = type(operation).__name__
+    if spec not in methods:
+        raise ValueError(f"steering: {spec} is no operation; use {list(methods)}")
+    return methods[spec], vars(operation)
 
 
 def _entry(method: str, fields: Mapping[str, Any], width: int) -> dict[str, Any]:
@@ -239,13 +243,13 @@ def _norm_scaled(
 
 
 def _check_order(tap: Tap, written: Sequence[str]) -> None:
-    ranks = [_RANKS[method] for method in written]
+    ranks = [METHODS[method].rank for method in written]
     later = "norm_scaled_add" in written[1:] and ranks.count(0) > 1
     if ranks != sorted(ranks) or later:
         raise ValueError(
             f"steering: at {tap[1]} of layer {tap[0]} the operations are written as "
             f"{list(written)}; at one point they are applied in the order "
-            f"{list(ORDER)}, and norm_scaled_add measures the stream before any "
+            f"{list(METHODS)}, and norm_scaled_add measures the stream before any "
             "addition. Use this order, or put them at different points"
         )
 
