@@ -12,7 +12,7 @@ import torch
 from tests.interop.streams import streams_of
 from vllm import LLM
 from vllm.interop.transformer_lens import EngineDriver
-from vllm.interop.transformer_lens.interventions import parsed
+from vllm.interop.transformer_lens.interventions import names_of, parsed
 
 TOKENS = torch.tensor([[5, 70, 300, 41, 9, 18], [7, 8, 9, 10, 11, 12]])
 
@@ -72,6 +72,12 @@ def test_generation_samples_as_it_is_told(driver, reference) -> None:
         TOKENS.tolist(), sampling, {"blocks.2.hook_out": {"op": "suppress"}}
     )
     assert steered != made
+
+
+def test_points_inside_the_block_may_be_there_without_a_name() -> None:
+    found = names_of({1: ("pre_attn", "q", "router_logits", "mlp_in")})
+    streams = ["blocks.1.hook_in", "blocks.1.hook_resid_pre"]
+    assert list(found) == [*streams, "blocks.1.mlp.hook_in"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ KEYS = {
 
 
 def names_of(points: Mapping[int, Collection[str]]) -> dict[str, Tap]:
-    """TransformerLens' names of hook points, with ours.
+    """TransformerLens' names of hook points, with ours; some have none there.
 
     Args:
         points: the hook points of each layer.
@@ -44,7 +44,7 @@ def names_of(points: Mapping[int, Collection[str]]) -> dict[str, Tap]:
         f"blocks.{layer}.{name}": (layer, point)
         for layer, having in points.items()
         for point in having
-        for name in NAMES[point]
+        for name in NAMES.get(point, ())
     }
 
 
