@@ -10,6 +10,7 @@ layers may repeat.
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.interop.reference_fork.objects import object_of
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.residual.selectors import as_list
@@ -79,15 +80,7 @@ def _clamps(given: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _unpacked(packed: Mapping[str, Any], at: str) -> dict[Any, list[dict[str, Any]]]:
-    unknown = sorted(str(key) for key in packed if key not in PACKED_KEYS)
-    missing = [key for key in PACKED_KEYS[:-1] if key not in packed]
-    if unknown or missing:
-        raise fail(
-            f"{at}: packed clamps have the keys {list(PACKED_KEYS)} (strengths is "
-            f"optional); unknown: {unknown}, missing: {missing}",
-            at,
-            sorted(map(str, packed)),
-        )
+    object_of(packed, at, PACKED_KEYS[:-1], PACKED_KEYS[-1:])
     layers, bounds = as_list(packed["layer_indices"]), as_list(packed["bounds"])
     rows = unpack_array(packed, at, dimensions=(2,))
     strengths = as_list(packed.get("strengths"))

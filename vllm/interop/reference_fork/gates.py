@@ -9,6 +9,7 @@ with `when` where a probe decides. A vector is `{"kind": "name", "name": n}` or
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from vllm.interop.reference_fork.objects import object_of
 from vllm.v1.residual.numbers import finite_number
 from vllm.v1.residual.tap import Tap
 from vllm.v1.steering.errors import fail
@@ -81,7 +82,7 @@ def parse_gates(raw: Any, resolve: Resolve, where: str = FIELD) -> list[Gate]:
 
 
 def _gate(raw: Any, resolve: Resolve, where: str) -> Gate:
-    gate = _object(raw, where, ("when", "scope", "apply"), ())
+    gate = object_of(raw, where, ("when", "scope", "apply"))
     if gate["scope"] not in SCOPES:
         raise fail(
             f"{where}.scope must be one of {list(SCOPES)}",
@@ -129,11 +130,11 @@ def _when(
     """The condition of entries, and a factor of their strength."""
     kind = raw.get("kind") if isinstance(raw, Mapping) else None
     if kind == "always":
-        _object(raw, where, ("kind",), ())
+        object_of(raw, where, ("kind",))
         return None, 1.0
     if kind != "probe":
         raise fail(f'{where}.kind must be "always" or "probe"', f"{where}.kind", kind)
-    when = _object(raw, where, ("kind", "probe", "threshold"), ("sharpness",))
+    when = object_of(raw, where, ("kind", "probe", "threshold"), ("sharpness",))
     threshold = finite_number(when["threshold"], f"{where}.threshold", fail)
     sharpness = finite_number(when.get("sharpness", 1.0), f"{where}.sharpness", fail)
     if sharpness < 0:
@@ -174,7 +175,7 @@ def _apply(raw: Any, resolve: Resolve, where: str) -> tuple[float, Layers | None
     """The strength, and the vectors to add; none if it attenuates."""
     kind = raw.get("kind") if isinstance(raw, Mapping) else None
     if kind == "attenuate":
-        apply = _object(raw, where, ("kind", "strength"), ())
+        apply = object_of(raw, where, ("kind", "strength"))
         return finite_number(apply["strength"], f"{where}.strength", fail), None
     if kind != "add":
         raise fail(
@@ -183,7 +184,7 @@ def _apply(raw: Any, resolve: Resolve, where: str) -> tuple[float, Layers | None
             f"{where}.kind",
             kind,
         )
-    apply = _object(raw, where, ("kind", "steer"), ("strength",))
+    apply = object_of(raw, where, ("kind", "steer"), ("strength",))
     strength = finite_number(apply.get("strength", 1.0), f"{where}.strength", fail)
     return strength, _vectors(apply["steer"], "steer", resolve, f"{where}.steer")
 
@@ -191,11 +192,11 @@ def _apply(raw: Any, resolve: Resolve, where: str) -> tuple[float, Layers | None
 def _vectors(raw: Any, use: str, resolve: Resolve, where: str) -> Layers:
     kind = raw.get("kind") if isinstance(raw, Mapping) else None
     if kind == "name":
-        name = _object(raw, where, ("kind", "name"), ())["name"]
+        name = object_of(raw, where, ("kind", "name"))["name"]
         return resolve(use, name, f"{where}.name")
     if kind != "inline":
         raise fail(f'{where}.kind must be "name" or "inline"', f"{where}.kind", kind)
-    packed = _object(raw, where, ("kind", "packed"), ())["packed"]
+    packed = object_of(raw, where, ("kind", "packed"))["packed"]
     return unpacked_hooks(packed, f"{where}.packed")
 
 
@@ -220,17 +221,3 @@ def unpacked_hooks(packed: Any, where: str) -> Layers:
                 f"{at}.layer_indices: give one vector for each layer", at, list(given)
             )
     return found
-
-
-def _object(
-    raw: Any, where: str, required: tuple[str, ...], optional: tuple[str, ...]
-) -> dict[str, Any]:
-    keys = raw.keys() if isinstance(raw, Mapping) else None
-    if keys is None or not set(required) <= keys or keys - {*required, *optional}:
-        raise fail(
-            f"{where} must be an object with the keys {list(required)}"
-            + (f", and optionally {list(optional)}" if optional else ""),
-            where,
-            raw if keys is None else sorted(map(str, keys)),
-        )
-    return dict(raw)

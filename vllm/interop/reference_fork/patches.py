@@ -10,6 +10,7 @@ or `{"inline": row}`.
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.interop.reference_fork.objects import object_of
 from vllm.v1.residual.bounds import shown
 from vllm.v1.residual.numbers import is_integer
 from vllm.v1.steering.errors import fail
@@ -20,7 +21,7 @@ from vllm.v1.steering.spec.table import Array, is_packed
 FIELD, VECTORS = "patch", "patch_vectors"
 PLACE = ("layer", "hook", "dest_position")
 SOURCES = ("source_run", "source_module", "source_inline")
-KEYS = (*PLACE, *SOURCES, "source_position", "alpha", "mask")
+OPTIONAL = (*SOURCES, "source_position", "alpha", "mask")
 
 Entries = dict[str, dict[str, list[dict[str, Any]]]]
 
@@ -75,17 +76,7 @@ def inline_rows(packed: Any) -> Array | None:
 
 
 def _check(one: Any, at: str) -> None:
-    if not isinstance(one, Mapping):
-        raise fail(f"{at} must be an object with the keys {list(KEYS)}", at, one)
-    unknown = sorted(str(key) for key in one if key not in KEYS)
-    missing = [key for key in PLACE if key not in one]
-    if unknown or missing:
-        raise fail(
-            f"{at}: a patch has the keys {list(PLACE)}, one of {list(SOURCES)}, and "
-            f"optionally alpha and mask; unknown: {unknown}, missing: {missing}",
-            at,
-            sorted(map(str, one)),
-        )
+    object_of(one, at, PLACE, OPTIONAL)
     if sum(one.get(key) is not None for key in SOURCES) != 1:
         raise fail(f"{at}: give one of {list(SOURCES)}", at, sorted(one))
     for key in ("layer", "dest_position"):
