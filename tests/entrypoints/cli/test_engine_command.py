@@ -57,6 +57,7 @@ def test_help_has_the_commands_own_options(capsys: pytest.CaptureFixture[str]) -
         ([*PROBE, "--max-modl-len=64"], "did you mean --max-model-len?"),
         (["patch", "a", "b", "--no-enforce-eagr"], "did you mean --enforce-eager?"),
         (["steer"], "required: COMMAND"),
+        ([*PATCH, "--heads", "0,few"], "'few' is neither a number nor L-L"),
         (["serve", "m", "--max-steering-ops", "few"], "invalid int value: 'few'"),
         (["serve", "m", "--capture-overload-policy=wait"], "choose from 'block'"),
         (["serve", "--enable-steerng", "m"], "did you mean --enable-steering?"),

@@ -37,7 +37,8 @@ class Action(NamedTuple):
     """What stands before the options, and which are required."""
     module: str
     """In this package: its `add_arguments` declares the options, `check`, if there is
-    one, refuses bad ones early, `run` runs it and returns the exit status, or None."""
+    one, refuses bad ones, early and before `run`, which returns the exit status, or
+    None."""
     engine_defaults: Mapping[str, Any] | None = None
     """Defaults of an engine's options; None without such options."""
 
@@ -111,20 +112,19 @@ class EngineCommand(CLISubcommand):
         return parser
 
     @staticmethod
-    def cmd(args: argparse.Namespace, function: str = "run") -> None:
+    def cmd(args: argparse.Namespace, only_check: bool = False) -> None:
         """Run the command and exit; user errors are printed without a traceback."""
         from vllm.exceptions import VLLMValidationError
 
+        module = _module(args.command_module)
         try:
-            status = getattr(_module(args.command_module), function, _nothing)(args)
+            if hasattr(module, "check"):
+                module.check(args)
+            status = None if only_check else module.run(args)
         except VLLMValidationError as error:
             status = f"vllm {args.command_words}: {error}"
         if status is not None:
             sys.exit(status)
-
-
-def _nothing(args: argparse.Namespace) -> None:
-    """What a command without a `check` checks."""
 
 
 def _module(name: str) -> Any:
@@ -267,7 +267,7 @@ def check_own_options(argv: list[str]) -> None:
         for word in others:
             if word.startswith("--") and (meant := misspelt(word)):
                 parser.error(f"unrecognized argument: {word}; did you mean {meant}?")
-        command.cmd(args, "check")
+        command.cmd(args, only_check=True)
 
 
 def check_serve(words: list[str]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.entrypoints.cli.steer.options import (
     add_server_arguments,
     check_engine,
+    parse_layers,
     started_engine,
 )
 from vllm.v1.steering.errors import fail
@@ -40,7 +41,7 @@ def add_arguments(parser: Any) -> None:
     )
     group.add_argument("--layers", default="all", help="Such as 0,4-7.")
     group.add_argument(
-        "--heads", type=parse_heads, default=None, help='Such as 0,3, or "all".'
+        "--heads", type=parse_heads, default=None, help='Such as 0,3-5, or "all".'
     )
     group.add_argument(
         "--noise",
@@ -56,8 +57,8 @@ def add_arguments(parser: Any) -> None:
 
 
 def parse_heads(text: str) -> Any:
-    """`"0,3"` as `[0, 3]`, and `"all"`."""
-    return text if text == "all" else [int(head) for head in text.split(",")]
+    """`"0,3-5"` as `[0, 3, 4, 5]`, and `"all"`."""
+    return text if text == "all" else parse_layers(text)
 
 
 def check(args: argparse.Namespace) -> None:

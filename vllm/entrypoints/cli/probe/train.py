@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> None:
     from vllm.steering.plot import check_can_draw, draw_probes
     from vllm.steering.probes import best_of, firing_rates, token_values, train
 
-    check(args)
     if args.plot is not None:
         check_can_draw(args.plot)
     data, test = _data(args)

@@ -91,7 +91,6 @@ def run(args: argparse.Namespace) -> None:
     from vllm.steering.plot import check_can_draw
     from vllm.steering.sweep import check_fits
 
-    check(args)
     judge = _judge(args)
     pairs, harmless = read_pairs(args.pairs), _harmless(args)
     vectors = reworked(read_vectors(args.vectors, reading_of(args)), args.layers)

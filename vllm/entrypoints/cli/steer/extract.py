@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> None:
     from vllm.steering.pairs import read_pairs
     from vllm.steering.tables import separation_table
 
-    check(args)
     pairs = read_pairs(args.pairs)
     optional = [args.hook] if args.hook in OPTIONAL_POINTS else None
     with started_engine(args, enable_readouts=True, hook_points=optional) as llm:

@@ -27,7 +27,6 @@ def started_engine(args: argparse.Namespace, **fields: Any) -> "Iterator[LLM]":
 
     With `--server` it is that server, where a command has the option.
     """
-    check_engine(args)
     if (server := getattr(args, "server", None)) is not None:
         with _server(server, args.api_key) as engine:
             yield engine
@@ -102,10 +101,9 @@ def parse_hook(text: str) -> str:
         argparse.ArgumentTypeError: the text is neither.
 
     """
-    tap = parse_address(text)
-    name = hook_name(text) if tap is None else tap[1]
-    if tap is not None:
+    if parse_address(text) is not None:
         return text
+    name = hook_name(text)
     if name is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a hook point; use one of {list(HOOK_NAMES)}, or an "
@@ -148,7 +146,7 @@ def parse_layers(text: str) -> list[int] | None:
         first, dash, last = part.partition("-")
         ends = (first, last) if dash else (first, first)
         if not all(end.isascii() and end.isdigit() for end in ends):
-            raise argparse.ArgumentTypeError(f"{part!r} is neither a layer nor L-L")
+            raise argparse.ArgumentTypeError(f"{part!r} is neither a number nor L-L")
         start, stop = map(int, ends)
         if start > stop:
             raise argparse.ArgumentTypeError(f"{part!r} is a descending range")
