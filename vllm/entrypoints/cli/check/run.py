@@ -5,6 +5,7 @@ import argparse
 import gc
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,8 @@ rows and the library's in float32, relative to the norm of all its rows."""
 ENTERING, LEAVING = "pre_attn", "post_block"
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The engine's output for one prompt."""
-
-    token_ids: list[int]
-    """Of prompt and output, without the last token."""
-    rows: "dict[tuple[int, str], torch.Tensor]"
-    """`(layer, hook)` -> `[tokens, hidden_size]`."""
-    num_layers: int
-    dtype: str
-    """Its name."""
+Rows = Mapping[tuple[int, str], "torch.Tensor"]
+"""`(layer, hook)` -> `[tokens, hidden_size]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +65,15 @@ def run(args: argparse.Namespace) -> int:
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.capture_consumers = [{"name": "inline"}]
     try:
-        captured = _captured(engine_args, args)
-        states = library_states(engine_args, captured.token_ids)
-        differences = compare(captured, states)
+        tokens, rows = _captured(engine_args, args)
+        states = library_states(engine_args, tokens)
+        differences = compare(rows, states)
     except (ValueError, OSError) as error:
         return _print_error(str(error))
-    return verdict(differences, captured, args.tolerance)
+    return verdict(differences, len(tokens), dtype_of(rows), args.tolerance)
 
 
-def _captured(engine_args: Any, args: argparse.Namespace) -> Captured:
+def _captured(engine_args: Any, args: argparse.Namespace) -> tuple[list[int], Rows]:
     """Capture with an engine that is then released: the library needs its memory."""
     from vllm import LLM
 
@@ -94,12 +86,17 @@ def _captured(engine_args: Any, args: argparse.Namespace) -> Captured:
         gc.collect()
 
 
-def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
-    """All rows of a prompt and its continuation, from an engine with `inline`."""
-    from vllm import SamplingParams
-    from vllm.v1.residual.sizes import num_layers
+def capture(llm: "LLM", prompt: str, max_tokens: int) -> tuple[list[int], Rows]:
+    """The tokens of a prompt and its continuation, without the last, and their rows.
 
-    model = llm.llm_engine.vllm_config.model_config
+    Args:
+        llm: an engine with `inline`.
+        prompt: the prompt.
+        max_tokens: number of tokens to generate.
+
+    """
+    from vllm import SamplingParams
+
     hooks = {ENTERING: "all", LEAVING: "all"}
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -113,8 +110,12 @@ def capture(llm: "LLM", prompt: str, max_tokens: int) -> Captured:
     if result.status != "ok":
         raise ValueError(f"the capture failed: {result.error}")
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    name = str(model.dtype).removeprefix("torch.")
-    return Captured(tokens[:-1], dict(result.payload), num_layers(model), name)
+    return tokens[:-1], dict(result.payload)
+
+
+def dtype_of(rows: Rows) -> str:
+    """The name of the rows' dtype."""
+    return str(next(iter(rows.values())).dtype).removeprefix("torch.")
 
 
 def library_states(engine_args: Any, token_ids: list[int]) -> "list[torch.Tensor]":
@@ -134,7 +135,7 @@ def library_states(engine_args: Any, token_ids: list[int]) -> "list[torch.Tensor
     return [state[0] for state in states]
 
 
-def compare(captured: Captured, states: "list[torch.Tensor]") -> list[Difference]:
+def compare(captured: Rows, states: "list[torch.Tensor]") -> list[Difference]:
     """The difference at each hook point that the library has.
 
     Its last state is taken after the final norm, so the output of the last layer is not
@@ -144,15 +145,15 @@ def compare(captured: Captured, states: "list[torch.Tensor]") -> list[Difference
         ValueError: the numbers of layers differ.
 
     """
-    if len(states) != captured.num_layers + 1:
+    count = max(layer for layer, _ in captured) + 1
+    if len(states) != count + 1:
         raise ValueError(
-            f"the engine has {captured.num_layers} layers and Transformers "
-            f"{len(states) - 1}"
+            f"the engine has {count} layers and Transformers {len(states) - 1}"
         )
     differences = []
-    for (layer, hook), rows in sorted(captured.rows.items()):
+    for (layer, hook), rows in sorted(captured.items()):
         at = layer + (hook == LEAVING)
-        if at == captured.num_layers:
+        if at == count:
             continue
         wanted, found = states[at].float().cpu(), rows.float().cpu()
         apart = found - wanted
@@ -163,16 +164,23 @@ def compare(captured: Captured, states: "list[torch.Tensor]") -> list[Difference
 
 
 def verdict(
-    differences: list[Difference], captured: Captured, tolerance: float | None
+    differences: list[Difference], num_tokens: int, dtype: str, tolerance: float | None
 ) -> int:
-    """Print each difference and the verdict; returns the exit status."""
-    bound = BOUNDS[captured.dtype] if tolerance is None else tolerance
+    """Print each difference and the verdict; returns the exit status.
+
+    Args:
+        differences: those of all compared hook points.
+        num_tokens: the number of tokens that were compared.
+        dtype: the name of the engine's dtype.
+        tolerance: largest allowed relative difference; None for that of the dtype.
+
+    """
+    bound = BOUNDS[dtype] if tolerance is None else tolerance
     print(f"{'layer':>5}  {'hook':<10}  {'relative':>9}  {'largest':>9}")
     for one in differences:
         print(f"{one.layer:5}  {one.hook:<10}  {one.relative:9.2e}  {one.largest:9.2e}")
     # NaN counts as a difference.
     bad = [one for one in differences if not one.relative <= bound]
-    name = captured.dtype
     if bad or not differences:
         where = f"layer {bad[0].layer} {bad[0].hook}" if bad else "nothing"
         print(
@@ -181,8 +189,8 @@ def verdict(
         )
         return 1
     print(
-        f"OK: {len(captured.token_ids)} tokens at {len(differences)} hook points "
-        f"agree with Transformers in float32 within {bound:g} ({name})"
+        f"OK: {num_tokens} tokens at {len(differences)} hook points "
+        f"agree with Transformers in float32 within {bound:g} ({dtype})"
     )
     return 0
 
