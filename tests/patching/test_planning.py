@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.patching._toy import LONGEST, VOCABULARY, Toy
+from vllm.entrypoints.serve.patch.client import spans_of
 from vllm.patching.alignment import align
 from vllm.patching.grid import Prompt, Span, columns_of, prompt_of
 from vllm.patching.planning import Sweep, plan_of
@@ -64,6 +65,11 @@ def test_a_span_is_a_column_for_each_of_its_tokens() -> None:
     assert ance.sources == (3,) and "more" in str(fr.reason)
     (second,) = columns([{"span": "capital", "occurrence": 1}])
     assert second.targets == (7,)
+
+
+def test_an_earlier_forks_client_sends_all_of_a_span() -> None:
+    sent = spans_of([Span("France", source="Japan"), 3])
+    assert sent == [{"span": "France", "occurrence": 0, "source": "Japan"}, 3]
 
 
 def test_positions_count_from_the_end_and_stay_together_in_groups() -> None:

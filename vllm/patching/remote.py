@@ -57,7 +57,7 @@ def fields_of(sweep: Sweep) -> dict[str, Any]:
         "source_run": sweep.run,
         "hooks": sweep.hooks,
         "layers": as_list(sweep.layers),
-        "positions": _places(sweep.positions),
+        "positions": places(sweep.positions),
         "heads": as_list(sweep.heads),
         "metric": sweep.metric,
         "answer": sweep.answer,
@@ -68,7 +68,7 @@ def fields_of(sweep: Sweep) -> dict[str, Any]:
         "seed": sweep.seed,
     }
     if sweep.subject is not None:
-        fields["subject"] = _places(sweep.subject)
+        fields["subject"] = places(sweep.subject)
     if isinstance(sweep.source, str):
         own = sweep.source in ("zeros", *OWN)
         fields["source" if own else "source_module"] = sweep.source
@@ -87,10 +87,11 @@ def fields_of(sweep: Sweep) -> dict[str, Any]:
     return fields
 
 
-def _places(raw: Any) -> Any:
+def places(raw: Any) -> Any:
+    """Positions as the route takes them, in which spans are objects."""
     raw = as_list(raw)
     if isinstance(raw, (list, tuple)):
-        return [_places(one) for one in raw]
+        return [places(one) for one in raw]
     if not isinstance(raw, Span):
         return raw
     given = {"span": raw.text, "occurrence": raw.occurrence, "source": raw.source}

@@ -7,7 +7,7 @@ New scripts call `vllm.patching.patch_sweep` with a `clearbox_client.Client`.
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from clearbox_client.vectors import pack_rows
 from vllm.patching.grid import Prompt, Span
 from vllm.patching.picture import draw
 from vllm.patching.questions import Question, Reply
+from vllm.patching.remote import places
 from vllm.patching.result import PatchResult
 
 Grid = npt.NDArray[np.float32]
@@ -191,7 +192,7 @@ class PatchStudy:
             source_run=run,
             clean_prompt=clean_prompt,
             layers=layers,
-            positions=_spans(positions),
+            positions=spans_of(positions),
             alpha=alpha,
             answer_token=answer_token,
             foil_token=foil_token,
@@ -254,7 +255,7 @@ class PatchStudy:
             mask=mask,
             patch_vectors=patch_vectors,
             layers=layers,
-            positions=_spans(positions),
+            positions=spans_of(positions),
             alpha=alpha,
             answer_token=answer_token,
             foil_token=foil_token,
@@ -310,12 +311,12 @@ class PatchStudy:
         return ids[0]
 
 
-def _spans(positions: Places) -> Any:
+def spans_of(positions: Places) -> Any:
+    """The positions as the route takes them; a span's first occurrence counts."""
     if isinstance(positions, str):
         return positions
-    return [
-        {"span": one.text, "occurrence": one.occurrence or 0}
-        if isinstance(one, Span)
-        else one
+    named = [
+        replace(one, occurrence=one.occurrence or 0) if isinstance(one, Span) else one
         for one in positions
     ]
+    return places(named)
