@@ -85,7 +85,7 @@ class PatchResult:
             hook,
             self.layers[place[0]],
             None if self.heads is None else self.heads[place[1]],
-            group[0] if len(group) == 1 else list(group),
+            position_of(group),
             "".join(self.tokens[p] for p in group if p < len(self.tokens)),
             float(self.values[hook][place]),
         )
@@ -118,7 +118,7 @@ class PatchResult:
             "values": {hook: plain(one) for hook, one in self.values.items()},
             "layers": list(self.layers),
             "heads": None if self.heads is None else list(self.heads),
-            "positions": [g[0] if len(g) == 1 else list(g) for g in self.positions],
+            "positions": [position_of(group) for group in self.positions],
             "tokens": list(self.tokens),
             "metric": self.metric,
             "clean": plain(self.clean),
@@ -147,6 +147,11 @@ class PatchResult:
         except ImportError:
             return None
         return frame(page_parts(self))
+
+
+def position_of(group: tuple[int, ...]) -> int | list[int]:
+    """A column's position, or the positions that are patched together."""
+    return group[0] if len(group) == 1 else list(group)
 
 
 def plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from vllm.patching.alignment import Alignment
 from vllm.patching.grid import READ_BY_OTHERS, Cell, Grid
 from vllm.patching.questions import MOST_TOKENS, Ask, Question, Reply, Steering
-from vllm.patching.result import PatchResult, Skipped
+from vllm.patching.result import PatchResult, Skipped, position_of
 from vllm.v1.steering.errors import fail
 
 CHECKS = 3
@@ -205,8 +205,7 @@ class Study:
         return is_last and targets[-1] < len(plan.target) - 1
 
     def _skip(self, cell: Cell, reason: str) -> None:
-        place = cell.column.targets
-        position = place[0] if len(place) == 1 else list(place)
+        position = position_of(cell.column.targets)
         self.result.skipped.append(
             Skipped(cell.hook, cell.layer, cell.head, position, reason)
         )

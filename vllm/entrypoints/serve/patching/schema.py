@@ -10,7 +10,7 @@ import numpy as np
 from vllm.entrypoints.serve.utils.json_object import flag
 from vllm.interop.reference_fork.patches import inline_mask, inline_row, inline_rows
 from vllm.patching.planning import OWN, Sweep
-from vllm.patching.result import Values, plain
+from vllm.patching.result import Found, PatchResult, plain, position_of
 from vllm.patching.study import Done, Study
 from vllm.v1.residual.numbers import finite_number, is_integer
 from vllm.v1.steering.errors import fail
@@ -129,26 +129,22 @@ def start_of(study: Study) -> dict[str, Any]:
 
 def cell_of(study: Study, done: Done) -> dict[str, Any]:
     """The event of a cell."""
-    cell = done.cell
-    found = {
-        "type": "cell",
-        "hook": cell.hook,
-        "layer": cell.layer,
-        "position": _position(cell.column.targets),
-        "value": plain(done.value),
-    }
-    if cell.head is not None:
-        found["head"] = cell.head
-    if done.error is not None:
-        found["error"] = done.error
-    return found
+    found = study.result.at(done.cell.hook, done.cell.place)
+    event = {"type": "cell", "hook": found.hook, **_told(found)}
+    return event if done.error is None else {**event, "error": done.error}
+
+
+def _told(found: Found) -> dict[str, Any]:
+    cell = {"layer": found.layer, "position": found.position}
+    cell["value"] = plain(found.value)
+    return cell if found.head is None else {**cell, "head": found.head}
 
 
 def summary_of(study: Study) -> dict[str, Any]:
     """The whole answer; `grid[layer][position]`, or `grid[layer][head][position]`."""
     result = study.result
     grids = [
-        {"hook": hook, "grid": plain(values), "argmax": _largest(study, values)}
+        {"hook": hook, "grid": plain(values), "argmax": _largest(result, hook)}
         for hook, values in result.values.items()
     ]
     return {
@@ -172,7 +168,7 @@ def _axes(study: Study) -> dict[str, Any]:
     result = study.result
     axes = {
         "layers": list(result.layers),
-        "positions": [_position(group) for group in result.positions],
+        "positions": [position_of(group) for group in result.positions],
         "hook": next(iter(result.values)),
         "hooks": list(result.values),
         "metric": result.metric,
@@ -189,19 +185,10 @@ def _run(study: Study) -> dict[str, Any]:
     }
 
 
-def _position(group: tuple[int, ...]) -> int | list[int]:
-    return group[0] if len(group) == 1 else list(group)
-
-
-def _largest(study: Study, values: Values) -> dict[str, Any] | None:
+def _largest(result: PatchResult, hook: str) -> dict[str, Any] | None:
     """The cell with the largest value; None if no cell has one."""
+    values = result.values[hook]
     if np.isnan(values).all():
         return None
-    result = study.result
     place = np.unravel_index(np.nanargmax(values), values.shape)
-    found = {
-        "layer": result.layers[place[0]],
-        "position": _position(result.positions[place[-1]]),
-        "value": float(values[place]),
-    }
-    return found if result.heads is None else {**found, "head": result.heads[place[1]]}
+    return _told(result.at(hook, tuple(map(int, place))))
