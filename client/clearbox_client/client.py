@@ -250,38 +250,38 @@ class Client:
 
     def capture_status(self) -> dict[str, Any]:
         """The server's consumers, limits, hook points and counters."""
-        return self._told("/v1/capture")
+        return self._ask("GET", "/v1/capture")
 
     def steering(self) -> dict[str, Any]:
         """The global vectors, as `GET /v1/steering` returns them."""
-        return self._told("/v1/steering")
+        return self._ask("GET", "/v1/steering")
 
     def modules(self) -> dict[str, Any]:
         """The named modules, as `GET /v1/steering/modules` returns them."""
-        return self._told("/v1/steering/modules")
+        return self._ask("GET", "/v1/steering/modules")
 
     def set_steering(self, *, key: str | None = None, **fields: Any) -> dict[str, Any]:
         """Set the global vectors: `vectors`, `prefill_vectors`, `decode_vectors`."""
-        return self._steer("set", key, fields)
+        return self._change("/v1/steering/set", key, fields)
 
     def clear_steering(self, *, key: str | None = None) -> dict[str, Any]:
         """Remove the global vectors; requests keep their own."""
-        return self._steer("clear", key, {})
+        return self._change("/v1/steering/clear", key, {})
 
     def register_module(
         self, name: str, vectors: Mapping[str, Any], *, key: str | None = None
     ) -> dict[str, Any]:
         """Register vectors under a name, for `steering_name`."""
         fields = {"name": name, "vectors": vectors}
-        return self._steer("modules/register", key, fields)
+        return self._change("/v1/steering/modules/register", key, fields)
 
     def unregister_module(self, name: str, *, key: str | None = None) -> dict[str, Any]:
         """Unregister a named module."""
-        return self._steer("modules/unregister", key, {"name": name})
+        return self._change("/v1/steering/modules/unregister", key, {"name": name})
 
     def readouts(self) -> dict[str, Any]:
         """The named probes, translators and SAEs, limits and counters."""
-        return self._told("/v1/readouts")
+        return self._ask("GET", "/v1/readouts")
 
     def register_probe(
         self, name: str, path: str, *, replace: bool = False, key: str | None = None
@@ -319,16 +319,8 @@ class Client:
         )
         return self._change(f"/v1/{kind}/unregister", key, {"name": name})
 
-    def _told(self, path: str) -> dict[str, Any]:
-        answer: dict[str, Any] = self._ask("GET", path)
-        return answer
-
-    def _steer(self, what: str, key: str | None, fields: Any) -> dict[str, Any]:
-        return self._change(f"/v1/steering/{what}", key, fields)
-
     def _change(self, path: str, key: str | None, fields: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = self._ask("POST", path, plain(fields), headers_of(key))
-        return answer
+        return self._ask("POST", path, plain(fields), headers_of(key))
 
     def _reply(self, prompt: Any, tokens: bool, fields: Any) -> Reply:
         path, body = body_of(self.model, prompt, fields)
@@ -374,14 +366,15 @@ class Client:
         path: str,
         body: Any = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Any:
+    ) -> dict[str, Any]:
         """The JSON of a response."""
         sent = None if body is None else encoded(body)
         with self._http.ask(method, path, sent, headers) as answer:
             raise_if_refused(answer)
             content = answer.read()
         with understood(answer.status):
-            return document_in(content, answer.kind)
+            document: dict[str, Any] = document_in(content, answer.kind)
+        return document
 
 
 def raise_if_refused(answer: Answer) -> None:

@@ -35,23 +35,18 @@ def table_of(rows: "Rows") -> str:
 
 def readout_of(readout: "Readout") -> str:
     """The arrays of a readout as an HTML table, one line per position."""
-    names = list(readout.arrays)
-    by_line = [len(readout.arrays[n]) == len(readout.positions) for n in names]
+    names, arrays = list(readout.arrays), readout.arrays.values()
     title = f"{readout.kind} at {readout.taps}"
-    if not all(by_line):  # Reduced arrays have one value per tap.
-        lines = [
-            [str(tap), *(_short(readout.arrays[n][number]) for n in names)]
-            for number, tap in enumerate(readout.taps)
-        ]
-        head, count = ["tap", *names], len(readout.taps)
-    else:
-        lines = [
-            [str(position), *(_short(readout.arrays[n][number]) for n in names)]
-            for number, position in enumerate(readout.positions[:MOST_LINES])
-        ]
-        head, count = ["position", *names], len(readout.positions)
+    # Reduced arrays have one value per tap.
+    by_position = all(len(one) == len(readout.positions) for one in arrays)
+    kind = "position" if by_position else "tap"
+    keys = readout.positions if by_position else readout.taps
+    lines = [
+        [str(key), *(_short(one[number]) for one in arrays)]
+        for number, key in enumerate(keys[: MOST_LINES if by_position else None])
+    ]
     error = f"<p>{escape(readout.error)}</p>" if readout.error else ""
-    return _table(title, head, lines, count) + error
+    return _table(title, [kind, *names], lines, len(keys)) + error
 
 
 def _table(title: str, head: list[str], lines: list[list[str]], count: int) -> str:

@@ -60,11 +60,6 @@ def widened(stored: Array, dtype: str) -> Array:
     return bits.view("<f4")
 
 
-def values_of(data: bytes | memoryview, dtype: str, shape: Sequence[int]) -> Array:
-    """The same as numbers: bfloat16 as float32."""
-    return widened(stored_of(data, dtype, shape), dtype)
-
-
 def entry_stored(entry: Mapping[str, Any]) -> Array:
     """The rows of one entry, as `stored_of` returns them."""
     given = entry["data"]
@@ -73,9 +68,10 @@ def entry_stored(entry: Mapping[str, Any]) -> Array:
 
 
 def packed_values(packed: Mapping[str, Any]) -> Array:
-    """Decode `{"dtype", "shape", "data"}` with base64, the form of rows in readouts."""
+    """Decode `{"dtype", "shape", "data"}` with base64, the form of rows and vectors."""
     data = base64.b64decode(packed["data"])
-    return values_of(data, packed["dtype"], packed["shape"])
+    stored = stored_of(data, packed["dtype"], packed["shape"])
+    return widened(stored, packed["dtype"])
 
 
 def decode(payload: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], Array]:

@@ -57,7 +57,8 @@ class Reply:
         choices = document["choices"]
         first = choices[0]
         captures = captures_of(document)
-        rows = rows_of(captures, len(choices), tokens)
+        by_choice = rows_by_choice(captures, tokens)
+        rows = [by_choice.get(index, RowSet({})) for index in range(len(choices))]
         texts = [text_of(choice) for choice in choices]
         readouts = all_readouts(document, len(choices))
         prompt = first.get("prompt_token_ids") or document.get("prompt_token_ids")
@@ -167,21 +168,13 @@ def captures_of(document: Mapping[str, Any]) -> dict[str, CaptureOutcome]:
     }
 
 
-def rows_of(
-    captures: Mapping[str, CaptureOutcome], count: int, tokens: Sequence[str] | None
-) -> list[RowSet]:
-    """The rows of each choice."""
-    payload = captures["inline"].payload if "inline" in captures else None
-    if isinstance(payload, Mapping):  # Keys are the choices' indices.
-        return [RowSet.of(payload.get(str(i)) or (), None) for i in range(count)]
-    return [RowSet.of(payload or (), tokens), *(RowSet({}) for _ in range(count - 1))]
-
-
-def rows_by_choice(captures: Mapping[str, CaptureOutcome]) -> dict[int, RowSet]:
-    """The rows of a chunk by the index of their choice."""
+def rows_by_choice(
+    captures: Mapping[str, CaptureOutcome], tokens: Sequence[str] | None = None
+) -> dict[int, RowSet]:
+    """The rows by the index of their choice; `tokens` are those of a single one."""
     payload = captures["inline"].payload if "inline" in captures else None
     if not isinstance(payload, Mapping):
-        payload = {0: payload}
+        return {0: RowSet.of(payload or (), tokens)}
     return {int(i): RowSet.of(rows or (), None) for i, rows in payload.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from clearbox_client.errors import InputError
-from clearbox_client.payloads import values_of
+from clearbox_client.payloads import packed_values
 from numpy.typing import ArrayLike, NDArray
 
 Vectors = Mapping[str, Mapping[int, ArrayLike]]
@@ -109,8 +109,7 @@ def _bytes(matrix: NDArray[np.float64], dtype: str) -> bytes:
 
 def unpack(packed: Mapping[str, Any]) -> dict[int, NDArray[Any]]:
     """Unpack one hook point's packed form to scaled vectors by layer."""
-    data = base64.b64decode(packed["data"])
-    matrix = values_of(data, packed["dtype"], packed["shape"])
+    matrix = packed_values(packed)
     scales = packed.get("scales") or [1.0] * len(matrix)
     return {
         int(layer): row * scale
