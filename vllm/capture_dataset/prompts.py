@@ -110,7 +110,11 @@ class Tokens:
         )
         for number, (text, ids) in enumerate(zip(texts, encoded["input_ids"])):
             if not fast:
-                yield ids, TokenText(self.pieces(ids), [None] * len(ids)), len(text)
+                yield (
+                    ids,
+                    TokenText([*map(self.piece, ids)], [None] * len(ids)),
+                    len(text),
+                )
                 continue
             spans = encoded["offset_mapping"][number]
             tokens = [
@@ -120,17 +124,9 @@ class Tokens:
             yield ids, TokenText(tokens, [start for start, _ in spans]), len(text)
 
     def _ids(self, ids: list[int]) -> tuple[list[int], TokenText, int]:
-        tokens = self.pieces(ids)
+        tokens = list(map(self.piece, ids))
         *offsets, length = accumulate(map(len, tokens), initial=0)
         return ids, TokenText(tokens, list(offsets)), length
-
-    def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The text of each token on its own."""
-        ids = list(ids)
-        try:
-            return [self._pieces[token] for token in ids]
-        except KeyError:
-            return [self.piece(token) for token in ids]
 
     def piece(self, token: int) -> str:
         """The text of a token on its own; parts of a character are U+FFFD."""

@@ -113,8 +113,5 @@ class ModelFacts:
 
     def as_dict(self) -> dict[str, Any]:
         """The model's entry in the manifest."""
-        facts = asdict(self)
-        facts.pop("hook_points")
-        facts.pop("other_widths")
-        facts.pop("last_token")
-        return facts
+        left_out = ("hook_points", "other_widths", "last_token")
+        return {name: v for name, v in asdict(self).items() if name not in left_out}

@@ -38,9 +38,7 @@ def vectors_table(vectors: VectorSet) -> str:
     return "\n".join([*lines, *(f"{name}: {text}" for name, text in shown.items())])
 
 
-def sweep_table(
-    cells: Sequence["Cell"], value: Literal["score", "perplexity"], digits: int = 3
-) -> str:
+def sweep_table(cells: Sequence["Cell"], value: Literal["score", "perplexity"]) -> str:
     """A table with a row for each tap and a column for each coefficient."""
     scales = sorted({cell.scale for cell in cells})
     places = {(cell.tap, cell.scale): cell for cell in cells}
@@ -48,7 +46,7 @@ def sweep_table(
     lines = ["layer  point     " + "".join(f"{scale:>+{width}g}" for scale in scales)]
     for tap in sorted({cell.tap for cell in cells}):
         numbers = [getattr(places[tap, scale], value) for scale in scales]
-        shown = "".join(f"{number:{width}.{digits}f}" for number in numbers)
+        shown = "".join(f"{number:{width}.3f}" for number in numbers)
         lines.append(f"{tap[0]:5}  {tap[1]:<10}{shown}")
     return "\n".join(lines)
 

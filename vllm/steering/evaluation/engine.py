@@ -60,32 +60,30 @@ def _likelihood(output: "RequestOutput", start: int) -> float:
 
 
 def next_tokens(
-    llm: "LLM", prompts: Sequence[Prompt], settings: Sequence[Steering]
+    llm: "LLM", prompts: Sequence[Prompt], setting: Steering
 ) -> "np.ndarray[Any, np.dtype[np.float32]]":
-    """The distribution of the first generated token under each setting.
+    """The distribution of the first generated token under a setting.
 
     The engine must have been started with `max_logprobs=-1`.
 
     Returns:
-        Log-probabilities in nats, `[settings, prompts, vocab_size]`.
+        Log-probabilities in nats, `[prompts, vocab_size]`.
 
     """
     from vllm import SamplingParams
 
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=1.0,
+        logprobs=-1,
+        flat_logprobs=True,
+        detokenize=False,
+        steering_vectors=setting,
+    )
     found: list[np.ndarray[Any, np.dtype[np.float32]]] = []
-    for setting in settings:
-        # One setting at a time, to bound the memory held in request outputs.
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=1.0,
-            logprobs=-1,
-            flat_logprobs=True,
-            detokenize=False,
-            steering_vectors=setting,
-        )
-        for output in ask(llm, prompts, params):
-            logprobs: Any = output.outputs[0].logprobs
-            row = np.full(max(logprobs.token_ids) + 1, -np.inf, np.float32)
-            row[logprobs.token_ids] = logprobs.logprobs
-            found.append(row)
-    return np.stack(found).reshape(len(settings), len(prompts), -1)
+    for output in ask(llm, prompts, params):
+        logprobs: Any = output.outputs[0].logprobs
+        row = np.full(max(logprobs.token_ids) + 1, -np.inf, np.float32)
+        row[logprobs.token_ids] = logprobs.logprobs
+        found.append(row)
+    return np.stack(found)

@@ -160,10 +160,10 @@ def _divergences(
     llm: "LLM", harmless: Sequence[Prompt], settings: Sequence[Any]
 ) -> list[float]:
     """The mean KL divergence over prompts, by setting; 0 for the first, unsteered."""
-    (plain,) = next_tokens(llm, harmless, settings[:1]).astype(np.float64)
+    plain = next_tokens(llm, harmless, settings[0]).astype(np.float64)
     found = [0.0]
-    for setting in settings[1:]:
-        (steered,) = next_tokens(llm, harmless, [setting]).astype(np.float64)
+    for setting in settings[1:]:  # One at a time, to bound the memory of the outputs.
+        steered = next_tokens(llm, harmless, setting).astype(np.float64)
         found.append(mean([divergence(p, s) for p, s in zip(plain, steered)]))
     return found
 
