@@ -2,7 +2,6 @@
 """TransformerLens' `Driver` on a server, by means of `clearbox_client`."""
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,40 +74,23 @@ class ServerDriver(ServedDriver):
         vectors: Vectors = {hook: {layer: [{"op": "add", "vector": zeros}]}}
         asked = Asked(taps=(), vectors=vectors, max_new_tokens=1, logits=True)
         try:
-            logits = self._answer([0], asked).logits
+            (answer,) = self._answers([[0]], asked)
         except ClearboxError as error:
             if error.status != 400:
                 raise
             raise ValueError(f"start the server with {FLAGS}: {error}") from error
-        assert logits is not None, "logits were requested"
-        if abs(float(logits.logsumexp(dim=-1))) < 1e-3:
+        assert answer.logits is not None, "logits were requested"
+        if abs(float(answer.logits.logsumexp(dim=-1))) < 1e-3:
             raise ValueError(
                 "the server returns log-probabilities, not logits: start it with "
                 "--logprobs-mode raw_logits"
             )
 
     def _answers(self, prompts: list[list[int]], asked: Asked) -> list[Answer]:
-        with ThreadPoolExecutor(min(CONCURRENT, len(prompts))) as pool:
-            return list(pool.map(lambda ids: self._answer(ids, asked), prompts))
-
-    def _generated(
-        self,
-        prompts: list[list[int]],
-        sampling: Mapping[str, Any],
-        vectors: Vectors | None,
-    ) -> list[list[int]]:
-        listed = _listed(vectors)
-
-        def one(ids: list[int]) -> list[int]:
-            reply = self.client.complete(ids, steering_vectors=listed, **sampling)
-            return list(reply.token_ids or ())
-
-        with ThreadPoolExecutor(min(CONCURRENT, len(prompts))) as pool:
-            return list(pool.map(one, prompts))
-
-    def _answer(self, prompt: list[int], asked: Asked) -> Answer:
-        reply = self.client.complete(
-            prompt,
+        replies = self.client.complete_many(
+            prompts,
+            concurrency=CONCURRENT,
+            progress=False,
             max_tokens=asked.max_new_tokens,
             temperature=0,
             ignore_eos=True,
@@ -116,27 +98,32 @@ class ServerDriver(ServedDriver):
             prompt_logprobs=-1 if asked.logits else None,
             return_tokens_as_token_ids=True,
             capture=capture_spec(asked.taps) if asked.taps else None,
-            steering_vectors=_listed(asked.vectors),
+            steering_vectors=asked.vectors,
         )
-        return Answer(
-            rows=_rows(reply, asked.taps),
-            logits=_logits(reply, self._vocabulary) if asked.logits else None,
-            new_tokens=reply.token_ids or (),
-            raw=reply,
+        return [
+            Answer(
+                rows=_rows(reply, asked.taps),
+                logits=_logits(reply, self._vocabulary) if asked.logits else None,
+                new_tokens=reply.token_ids or (),
+                raw=reply,
+            )
+            for reply in replies
+        ]
+
+    def _generated(
+        self,
+        prompts: list[list[int]],
+        sampling: Mapping[str, Any],
+        vectors: Vectors | None,
+    ) -> list[list[int]]:
+        replies = self.client.complete_many(
+            prompts,
+            concurrency=CONCURRENT,
+            progress=False,
+            steering_vectors=vectors,
+            **sampling,
         )
-
-
-def _listed(vectors: Vectors | None) -> dict[str, Any] | None:
-    """Vectors in JSON's types."""
-    if vectors is None:
-        return None
-    return {
-        hook: {
-            str(layer): [entry | {"vector": entry["vector"].tolist()} for entry in all_]
-            for layer, all_ in layers.items()
-        }
-        for hook, layers in vectors.items()
-    }
+        return [list(reply.token_ids or ()) for reply in replies]
 
 
 def _rows(reply: "Reply", taps: tuple[Tap, ...]) -> dict[Tap, torch.Tensor]:
