@@ -52,26 +52,16 @@ class LensAPI(VLLMAPI):
 
     server_defaults: ClassVar[dict[str, Any]] = {"vllm_lens_api": True}
 
-    def __init__(
-        self,
-        model_name: str,
-        base_url: str | None = None,
-        port: int | None = None,
-        api_key: str | None = None,
-        config: GenerateConfig = GenerateConfig(),  # noqa: B008 (as Inspect's own)
-        client_timeout: float | None = CLIENT_SECONDS,
-        **server_args: Any,
-    ) -> None:
-        """Create the provider; `server_args` are options of `vllm serve`."""
-        super().__init__(
-            model_name,
-            base_url=base_url,
-            port=port,
-            api_key=api_key,
-            config=config,
-            client_timeout=client_timeout,
-            **{**self.server_defaults, **server_args},
-        )
+    def __init__(self, model_name: str, **given: Any) -> None:
+        """Create the provider.
+
+        Args:
+            model_name: the model.
+            given: arguments of Inspect's own provider, and options of `vllm serve`.
+
+        """
+        defaults = {"client_timeout": CLIENT_SECONDS, **self.server_defaults}
+        super().__init__(model_name, **{**defaults, **given})
 
     async def generate(
         self,
