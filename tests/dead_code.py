@@ -16,39 +16,24 @@ ROOT = Path(__file__).parents[1]
 OURS = ("vllm", "fork", "benchmarks", "examples")
 KINDS = {"function", "method", "class", "property", "unreachable_code"}
 IGNORED_NAMES = [
-    "EDITS",  # read from edit files
     "leave_*",  # overrides of LibCST's, by a node's name
-    "on_visit",
-    "on_leave",
     "get_*",  # overrides of setuptools'
     "has_ext_modules",
     "setup_arguments",  # called by setup.py
     "cmd*",  # overrides of upstream's commands
-    "subparser_init",
     "new_message",  # called by upstream's encoder
     "writelines",  # of asyncio's transports
     "split_*",  # the weave writes calls of it, and of the next
     "streams_first",
     "HostMemory",  # named by an entry point
-    "to_numpy",  # for users, as the next two
-    "to_pandas",
-    "heatmap",
-    "ServedModel",  # for other libraries; also the following three
-    "boot",
-    "run_with_cache",
-    "supports",
+    "to_pandas",  # for users
+    "supports",  # for other libraries
     "sample_cosines",
-    "save_translator",
     "SteeringHookPacked",
-    "unpack_steering_vectors",
     "scale_steering_spec",
     "hash_steering_config",
     "min_captured_prompt_position",
     "spec_touches_prompt",
-    "load_module",
-    "crc32c_reference",  # tests check other code with these
-    "hang",
-    "vocabulary",
     "vanilla",  # nnbench calls these of its backends
     "teardown",
     "create_backend",
@@ -63,8 +48,7 @@ IGNORED_NAMES = [
     "load_sequence_activations",
     "compute_layer_statistics",
     "quick_load",
-    "PatchStudy",  # for scripts of the earlier fork, as the next four
-    "pack_vectors",
+    "PatchStudy",  # for scripts of the earlier fork, as the next three
     "capture_clean",
     "positions_for",
     "zoom",
@@ -73,7 +57,6 @@ IGNORED_NAMES = [
     "tokenizer_prepends_bos",  # interp-engine's server calls these
     "serves",
     "set_lens_jacobians",
-    "warmup",
     "add_lora_logits",  # called by upstream
     "tok",
     "layer_index_map",  # for users of vllm-lens
