@@ -2,13 +2,13 @@
 """Tiny models that can be split: two or four heads, four layers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from tests.support.hf_reference import Places, decoder
+from tests.parity.recipe import PARALLEL, PLAIN, SANDWICH, SCALED, Recipe
 from tests.support.models import VOCABULARY, save
 
 LAYERS = 4
@@ -70,7 +70,7 @@ class Architecture:
 
     name: str
     config: Callable[[], transformers.PretrainedConfig]
-    places: Places = field(default_factory=lambda: Places(decoder))
+    recipe: Recipe = PLAIN
     not_in_stages: str | None = None
     """The reason why upstream cannot split its layers over stages."""
 
@@ -93,12 +93,12 @@ ARCHITECTURES = {
     "post_norm": Architecture(
         "Gemma2ForCausalLM",
         _post_norm,
-        Places(decoder, mid="pre_feedforward_layernorm"),
+        SANDWICH,
     ),
     "parallel": Architecture(
         "CohereForCausalLM",
         lambda: transformers.CohereConfig(**_common(tie_word_embeddings=True)),
-        Places(decoder, mid=None),
+        PARALLEL,
     ),
     "experts": Architecture(
         "MixtralForCausalLM",
@@ -114,6 +114,7 @@ ARCHITECTURES = {
     "hybrid": Architecture(
         "GraniteMoeHybridForCausalLM",
         _hybrid,
+        replace(SCALED, mlp=("shared_mlp",), mlp_in=("post_attention_layernorm",)),
         not_in_stages="upstream's loader looks for the layers of other stages",
     ),
 }

@@ -72,7 +72,7 @@ class Workbench:
         return folder if folder.exists() else ARCHITECTURES[name].save(folder)
 
     def reference(self, name: str) -> Reference:
-        return Reference(self.model(name), places=ARCHITECTURES[name].places)
+        return Reference(self.model(name), recipe=ARCHITECTURES[name].recipe)
 
     def found(self, name: str, split: str) -> Found:
         if (name, split) not in self._found:

@@ -15,7 +15,7 @@ import torch
 from tests.parity.distance import at_point, relative
 from tests.parity.engine import Answer, Answers, vector
 from tests.parity.inside import INSIDE
-from tests.parity.reference import Reference, Stream, Tap
+from tests.support.hf_reference import Reference, Stream, Tap
 
 ROWS, CHANGES = 1e-4, 2e-3
 """Bounds in float32: of a row, and of steered logits relative to their change by

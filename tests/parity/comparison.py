@@ -16,7 +16,7 @@ from tests.parity.distance import at_point, relative
 from tests.parity.engine import Answer, Answers
 from tests.parity.inside import INSIDE
 from tests.parity.recipe import ADDED, ORDER, STREAMS
-from tests.parity.reference import Reference, Stream, Tap
+from tests.support.hf_reference import Reference, Stream, Tap
 
 NO_TENSOR = "the library has no tensor of it"
 ROUNDED = "in bfloat16 models choose all experts: a choice may depend on rounding"

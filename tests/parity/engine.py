@@ -11,8 +11,8 @@ import torch
 from tests.parity.cases import VOCABULARY, Case
 from tests.parity.inside import in_order_of_experts
 from tests.parity.recipe import HOOKS
-from tests.parity.reference import Stream, Tap
 from tests.parity.stand_ins import stand_in
+from tests.support.hf_reference import Stream, Tap
 
 PROMPTS = (5, 37)
 STEERED_PROMPT = 6

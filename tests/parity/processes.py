@@ -104,13 +104,13 @@ def _ask(folder: Path, case: Case, device: str, options: dict[str, Any]) -> None
 
 def _compare(folder: Path, case: Case) -> None:
     from tests.parity import bounds
-    from tests.parity.reference import Reference
+    from tests.support.hf_reference import Reference
 
     answers = torch.load(folder / "answers.pt", weights_only=False)
 
     def library(dtype: torch.dtype) -> Reference:
         chosen = (case.recipe, case.substitute, case.loader)
-        return Reference(folder / "library", dtype, *chosen)
+        return Reference(folder / "library", dtype, *chosen, watches_inside=True)
 
     exact = library(torch.float32)
     if case.torch_dtype == torch.float32:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny multimodal model: BLIP-2 with an OPT of a few layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 from PIL import Image
-from torch import nn
 
-from tests.support.hf_reference import Places, Reference, Stream
+from tests.parity.recipe import Recipe
+from tests.support.hf_reference import Reference
 from tests.support.models import TOKENIZER, VOCABULARY, randomise
 
 IMAGE_TOKEN = VOCABULARY
@@ -65,41 +65,22 @@ def picture(seed: int) -> Image.Image:
     return Image.fromarray(pixels.astype(np.uint8))
 
 
-def _layers(model: nn.Module) -> nn.ModuleList:
-    layers = model.language_model.model.decoder.layers  # type: ignore[union-attr]
-    assert isinstance(layers, nn.ModuleList)
-    return layers
-
-
 class PictureReference(Reference):
     """The library's model, with the image with which the next prompts begin."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = transformers.Blip2ForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self._seen: Stream = {}
         self.picture: Image.Image | None = None
-        places = Places(_layers, mid="final_layer_norm")
-        for index, layer in enumerate(_layers(self.model)):
-            self._watch(index, layer, places)
+        recipe = Recipe(
+            layers="language_model.model.decoder.layers",
+            middle=("final_layer_norm",),
+            mlp=("fc1",),
+            mlp_out=("fc2",),
+            given=self._with_picture,
+        )
+        super().__init__(folder, recipe=recipe, loader="AutoModelForImageTextToText")
+        self.layers = self.model.get_submodule(recipe.layers)
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        return _layers(self.model)
-
-    def stream(self, token_ids: Sequence[int]) -> Stream:
-        """Every hook point's rows for these tokens."""
-        self._seen = {}
-        ids = torch.tensor([list(token_ids)])
-        with torch.no_grad():
-            if self.picture is None:
-                self.model.language_model(input_ids=ids)
-            else:
-                pixels = processor()(self.picture, return_tensors="pt")["pixel_values"]
-                self.model(
-                    pixel_values=pixels,
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                )
-        return self._seen
+    def _with_picture(self, ids: torch.Tensor, _: int) -> Mapping[str, torch.Tensor]:
+        """Of a prompt without tokens of an image any image is left out."""
+        seen = processor()(self.picture or picture(0), return_tensors="pt")
+        return {"input_ids": ids, "pixel_values": seen["pixel_values"]}
