@@ -69,37 +69,25 @@ def _by_hook(points: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
     return found
 
 
-def _logits(output: Any) -> torch.Tensor:
-    rows = []
-    for words in output.outputs[0].logprobs:
-        rows.append([words[word].logprob for word in range(VOCABULARY)])
-    return torch.tensor(rows)
-
-
 def run(case: Case, model: Path, **options: Any) -> Answers:
     """Start an engine, capture everything, and steer each tap in a separate request."""
-    from tests.support.captured import Keeper
-    from vllm import LLM, SamplingParams
+    from tests.support.captured import LOGITS, Keeper, asking_logits, logprobs_of
+    from vllm import LLM
 
     stand_in(case.stand_ins)
     keeper = Keeper()
-    arguments: dict[str, Any] = {
+    arguments = LOGITS | {
         "model": str(model),
         "dtype": case.dtype,
         "enforce_eager": True,
         "max_model_len": 64,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
-        "enable_prefix_caching": False,
         "disable_log_stats": True,
         "num_gpu_blocks_override": 256,
-        "skip_tokenizer_init": True,
-        "max_logprobs": -1,
-        "logprobs_mode": "raw_logits",
         "seed": 0,
         "capture_consumers": [keeper],
         "hook_points": ["all"],
-        "enable_steering": True,
         "max_steering_configs": 8,
     }
     llm = LLM(**arguments | dict(case.engine) | options)
@@ -114,7 +102,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
     ]
     assert 0 < len(taps) <= MAX_TAPS, f"{len(taps)} taps"
     asked = requests(taps)
-    spec = {"hooks": _by_hook(points), "positions": "all"}
+    hooks = _by_hook(points)
     width = engine.model_config.get_hidden_size()
     shapes = engine.vllm_config.capture_config.point_shapes
 
@@ -124,15 +112,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
             layer, hook = tap
             wide, _ = shapes.get(layer, {}).get(hook, (width, 0))
             steering = {"steering_vectors": {hook: {layer: vector(tap, wide)}}}
-        return SamplingParams(
-            max_tokens=MAX_TOKENS,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=-1,
-            capture={"keeper": spec},
-            **steering,
-        )
+        return asking_logits(MAX_TOKENS, hooks=hooks, **steering)
 
     outputs = llm.generate(
         [case.prompt(prompt) for _, prompt in asked],
@@ -145,7 +125,7 @@ def run(case: Case, model: Path, **options: Any) -> Answers:
             fed=[*output.prompt_token_ids, *output.outputs[0].token_ids][:-1],
             num_prompt_tokens=len(output.prompt_token_ids),
             rows=in_order_of_experts(keeper.rows[output.request_id, 0]),
-            logits=_logits(output),
+            logits=logprobs_of(output, VOCABULARY),
         )
         for (tap, _), output in zip(asked, outputs)
     ]
