@@ -33,21 +33,6 @@ def launching(*additions: Addition) -> None:
     Launch.taps = frozenset(table.data_ptr() for table, _ in additions)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("tokens", "width"), [(1, 64), (7, 520), (33, 6144), (700, 96)]
-)
-def test_each_token_gets_the_vector_of_its_row(
-    tokens: int, width: int, dtype: torch.dtype
-) -> None:
-    target = torch.randn(tokens, width, device="cuda").to(dtype)
-    one = addition(tokens, width, dtype)
-    expected = added(target, one)
-    launching(one)
-    torch.ops.vllm.steer_rows(target, *one, None)
-    assert torch.equal(target, expected)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize(("tokens", "width"), [(4, 64), (33, 6144), (130, 6144)])
 @pytest.mark.parametrize("places", [[None], [False, True]])

@@ -11,10 +11,7 @@ from tests.gpu.conftest import BF16, GRAPHS, OpenEngine
 from tests.support.captured import CapturedEngine, asking, prompt
 from tests.support.hf_reference import Reference, Stream, relative_error
 from vllm import SamplingParams, envs
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.residual import steer_op
-from vllm.model_executor.layers.residual.capture_op import Launch
 from vllm.v1.worker import residual_graph_choice
 
 pytestmark = pytest.mark.gpu
@@ -141,53 +138,6 @@ def test_steered_rows_are_those_of_eager_code(
             # A capture sees the stream before its own point's vector.
             layer, hook = tap
             assert moved == (layer > 2 or (layer == 2 and hook != "pre_attn")), tap
-
-
-def test_the_v1_runner_records_families_and_runs_the_one_that_a_step_needs(
-    llama: Path,
-    reference: Reference,
-    open_engine: OpenEngine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    envs.disable_envs_cache()
-    engine = open_engine(llama, reference=reference)
-    worker: Any = engine.llm.llm_engine.model_executor.driver_worker
-    full = worker.worker.model_runner.model
-    families = Launch.families
-    entries = full.concrete_cudagraph_entries
-    recorded = {(key.num_tokens, key.tapped) for key in entries if key.uniform}
-    sizes = {size for size, _ in recorded}
-    assert recorded == {(s, f) for s in sizes for f in range(len(families))}
-    replayed: list[frozenset[int]] = []
-    call = type(full).__call__
-
-    def noted(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        if wrapper is full:
-            context = get_forward_context()
-            assert context.batch_descriptor is not None
-            if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
-                replayed.append(families[context.batch_descriptor.tapped])
-        return call(wrapper, *args, **kwargs)
-
-    monkeypatch.setattr(type(full), "__call__", noted)
-    plain = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4}
-    prompts = [prompt(20, seed=1)] * 2
-    steered_params = SamplingParams(**plain, steering_vectors=steered(1, 0.5))  # type: ignore[arg-type]
-    found = []
-    for params in (
-        SamplingParams(**plain),  # type: ignore[arg-type]
-        steered_params,
-        asking("all", {"post_block": "all"}, max_tokens=4),
-    ):
-        replayed.clear()
-        engine.run(prompts, params)
-        assert replayed and len(set(replayed)) == 1
-        found.append(replayed[0])
-    none, steers, captures = found
-    assert none == frozenset()
-    assert steers and captures and not steers & captures
-    assert len(captures) == 4  # layers
 
 
 def test_a_graph_recorded_while_serving_does_the_same(
