@@ -59,17 +59,6 @@ def test_additions_reach_the_ranks(pair: Pair, hook: str) -> None:
     check_addition(pair, hook)
 
 
-@pytest.mark.parametrize("head", [0, HEADS - 1])
-def test_a_head_of_either_rank_is_zeroed(pair: Pair, head: int) -> None:
-    def zero(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.clone()
-        rows[:, head * SIZE : (head + 1) * SIZE] = 0
-        return rows
-
-    entry = {"op": "replace", "vector": 0, "heads": [head]}
-    pair.check_changed((0, "z"), entry, zero)
-
-
 def test_rows_of_another_run_replace_those_of_some_heads(pair: Pair) -> None:
     pair.reference.run(OTHER)
     theirs = pair.reference.rows[0, "z"][[4, 6], SIZE:].clone()
