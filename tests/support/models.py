@@ -72,7 +72,11 @@ def llama(folder: Path, layers: int = 3, **options: Any) -> Path:
         **{"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
         | options,
     )
-    save(config, folder)
+    return save_tokenizer(save(config, folder))
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """Copy the demo model's tokenizer to a checkpoint."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder)
     return folder
