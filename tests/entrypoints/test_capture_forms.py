@@ -100,11 +100,6 @@ def test_shared_memory(server: Server, rows: dict[int, torch.Tensor]) -> None:
     assert [server.delete(path).status for _ in range(2)] == [200, 404]
 
 
-def test_an_unknown_transport_is_refused(server: Server) -> None:
-    status, reply = server.post("/v1/completions", body(transport="pigeon"))
-    assert status == 400 and "capture.inline.transport" in json.dumps(reply)
-
-
 def test_a_chat_stream_carries_rows_too(server: Server) -> None:
     asked = body() | {"messages": [{"role": "user", "content": "a story"}]}
     del asked["prompt"]

@@ -66,12 +66,7 @@ def test_log_probabilities_are_the_models(client: Client, reference: Reference) 
     assert np.allclose([value for _, value in found[1:]], wanted, atol=1e-3)
 
 
-def test_a_stream_and_a_chat_carry_rows(client: Client) -> None:
-    chunks = list(client.stream(PROMPT, capture=CAPTURE, **FIELDS))
-    whole = client.complete(PROMPT, capture=CAPTURE, **FIELDS)
-    assert "".join(chunk.text for chunk in chunks) == whole.text
-    rows = chunks[-1].rows[2, "post_block"].values
-    assert (rows == whole.rows[2, "post_block"].values).all()
+def test_a_chat_carries_rows(client: Client) -> None:
     chat = [{"role": "user", "content": "a short story"}]
     reply = client.chat(chat, capture=CAPTURE, **FIELDS)
     assert len(reply.rows[0, "post_block"]) > 5

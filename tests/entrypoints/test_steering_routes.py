@@ -38,21 +38,13 @@ POSTS = (
 )
 
 
-class Workers:
-    """The engine core's client, for what `GET /v1/steering/dynamic` asks of workers."""
-
-    async def call_utility_async(self, method: str) -> list[dict[str, Any]]:
-        assert method == "dynamic_steering"
-        return [{"tp_rank": 0, "sync_consumers": {}}]
-
-
 def application(core: Core, keys: list[str], steers: bool = True) -> FastAPI:
     app = FastAPI()
     init_exception_handler(app)
     app.state.args = Namespace(log_error_stack=False)
     front = frontend() if steers else NO_STEERING_FRONTEND
     steering = AsyncSteeringControl(front, Engines(Client(core)))
-    app.state.engine_client = Namespace(steering=steering, engine_core=Workers())
+    app.state.engine_client = Namespace(steering=steering)
     api_router.attach_router(app, Namespace(steering_api_key=keys))
     return app
 
@@ -61,11 +53,6 @@ def application(core: Core, keys: list[str], steers: bool = True) -> FastAPI:
 def core() -> Iterator[Core]:
     yield Core()
     EngineSteering.set(NO_STEERING)
-
-
-def test_changes_by_consumers_are_listed(client: TestClient) -> None:
-    told = client.get("/v1/steering/dynamic").json()
-    assert told["workers"] == [{"tp_rank": 0, "sync_consumers": {}}]
 
 
 @pytest.fixture

@@ -3,11 +3,9 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -172,28 +170,3 @@ def test_the_demo_runs_and_leaves_a_picture_and_no_server(tmp_path: Path) -> Non
     scores = [float(score) for _, score in lines]
     assert len(scores) == 5 and scores == sorted(scores) and scores[0] < 0 < scores[-1]
     assert (tmp_path / "residual_norm.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.e2e
-def test_the_server_is_stopped_when_the_demo_is(tmp_path: Path) -> None:
-    command = [sys.executable, str(DEMO / "run.py"), "--out", str(tmp_path)]
-    command += ["--port", str(serving.free_port(0))]
-    demo = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    until((tmp_path / "server.log").exists)
-    time.sleep(1)
-    children = [
-        int(folder.name)
-        for folder in Path("/proc").iterdir()
-        if folder.name.isdigit() and _parent_of(folder) == demo.pid
-    ]
-    assert children, "the server was not started"
-    os.kill(demo.pid, signal.SIGTERM)
-    assert demo.wait(60) == 128 + signal.SIGTERM
-    until(lambda: not any(map(is_alive, children)))
-
-
-def _parent_of(process: Path) -> int | None:
-    try:
-        return int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return None

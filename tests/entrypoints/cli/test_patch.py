@@ -72,7 +72,6 @@ def test_heads_are_swept(
     ("words", "message"),
     [
         (("--answer", " and", "--metric", "best"), "metric must be one of"),
-        ((), "answer: give it with --answer"),
         (("--answer", " and", "--out", "/missing/map.png"), "no folder"),
         (("--answer", " and", "--hook", "z", "--heads", "99"), "z has heads 0 to"),
         (("--answer", " and", "--layers", "99"), "layers"),
