@@ -81,12 +81,13 @@ def plugged(
     opened = Plugged(tmp_path_factory.mktemp("served"), installed)
     yield opened
     opened.server.close()
+    assert len(opened.events("shutdown")) == 1
 
 
 def test_every_package_answers_in_one_response(plugged: Plugged) -> None:
     spec = {"hooks": {"post_block": [0]}, "positions": "all"}
     results = plugged.results(
-        ref_wishes={"wish": "rain"},
+        ref_wishes={"wish": "rain", "hooks": {"pre_attn": [1]}, "positions": [0, 3]},
         others={"wish": "sun", "fails": [1]},
         ref_reward={},
         ref_writer=spec,
@@ -106,8 +107,15 @@ def test_every_package_answers_in_one_response(plugged: Plugged) -> None:
     mean = results["mean_norm"]["payload"]["0"]
     assert mean == pytest.approx(sum(norms["value"]) / 10, rel=1e-3)
     assert results["probe_trainer"]["payload"]["probability"] == 0.5
-    assert {event["wish"] for event in plugged.events("wish")} == {"rain", "sun"}
-    assert len(plugged.events("sum")) == 2
+    said = {
+        (one["wish"], *one["key"][1:], one["rows"]) for one in plugged.events("wish")
+    }
+    others = {("sun", layer, "post_block", 6) for layer in (0, 2)}
+    assert said == {("rain", 1, "pre_attn", 2), *others}
+    assert [one["key"][1:] for one in plugged.events("error")] == [[1, "post_block"]]
+    sums = plugged.events("sum")
+    assert sorted(one["key"][1] for one in sums) == [0, 2]
+    assert {one["internal"] for one in sums} == {one["key"][0] for one in sums}
 
 
 @pytest.mark.parametrize(

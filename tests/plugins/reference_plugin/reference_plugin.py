@@ -218,13 +218,10 @@ class Writer:
 
 
 class Norms(CaptureConsumer):
-    """A consumer in the driver's process, where a test can inspect it."""
+    """A consumer in the driver's process."""
 
     location = "driver"
     reads_client_spec = True
-
-    def __init__(self, vllm_config: Any, params: dict[str, Any]) -> None:
-        self.norms: dict[tuple[int, str], list[float]] = {}
 
     def validate_client_spec(self, raw: Any, ctx: CaptureContext) -> CaptureSpec:
         return CaptureSpec(raw["hooks"], raw["positions"])
@@ -232,6 +229,4 @@ class Norms(CaptureConsumer):
     def on_capture(
         self, key: CaptureKey, tensor: torch.Tensor, sidecar: dict[str, Any]
     ) -> dict[tuple[int, str], list[float]]:
-        norms = tensor.float().norm(dim=-1).tolist()
-        self.norms[key[1], key[2]] = norms
-        return {(key[1], key[2]): norms}
+        return {(key[1], key[2]): tensor.float().norm(dim=-1).tolist()}
