@@ -222,16 +222,15 @@ def test_a_consumer_that_raises_is_logged_at_the_server(
 
 
 class Hanging:
-    """Does not return from a call or from its shutdown."""
+    """Does not return from its shutdown."""
 
     location = "driver"
 
-    def __init__(self, where: str) -> None:
-        self.where, self.free = where, threading.Event()
+    def __init__(self) -> None:
+        self.free = threading.Event()
 
     def submit_chunk(self, chunk: Any) -> None:
-        if self.where == "call":
-            self.free.wait(60)
+        """Nothing."""
 
     def submit_finalize(self, finalize: Any) -> None:
         """Nothing."""
@@ -240,22 +239,15 @@ class Hanging:
         return None
 
     def shutdown(self, timeout: float) -> None:
-        if self.where == "shutdown":
-            self.free.wait(60)
-        if self.where == "exit":
-            raise SystemExit(3)
+        self.free.wait(60)
 
 
-@pytest.mark.parametrize("where", ["call", "shutdown", "exit"])
 def test_stopping_takes_the_time_that_is_stated(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(consumer_thread, "SHUTDOWN_GRACE", 0.2)
-    sink: Any = Hanging(where)
+    sink: Any = Hanging()
     lane = SinkLane("hanging", sink, 1 << 20, 16)
-    from tests.v1.capture.consumers._drive import chunks_of
-
-    lane.submit(chunks_of("a", (0, "post_block"), ROWS[0, "post_block"], 2))
     begun = monotonic()
     lane.close(0.5)
     took = monotonic() - begun

@@ -165,17 +165,6 @@ def test_another_tint_is_read_of_the_same_text(tab: Any) -> None:
     assert tab.inner_text(".tokens").split() == text.split()
 
 
-def test_the_url_shows_the_same_text_again(tab: Any) -> None:
-    generate(tab)
-    tab.wait_for_timeout(400)
-    text, link = tab.inner_text(".tokens"), tab.url
-    show(tab, view="lens", prompt="Something else entirely")
-    tab.wait_for_selector(".tokens >> text=entirely")
-    tab.evaluate("hash => { location.hash = hash }", link.partition("#")[2])
-    tab.wait_for_selector(".tokens >> text=garden")
-    assert tab.inner_text(".tokens").split() == text.split()
-
-
 def test_a_chat_is_shown_with_its_template(tab: Any) -> None:
     generate(tab, mode="chat", tint="norm")
     assert re.search(r"<\|(user|im_start)\|>", tab.inner_text(".tokens"))
