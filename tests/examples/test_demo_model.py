@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_model"
 WEIGHTS = DEMO / "weights"
 sys.path.insert(0, str(DEMO))  # the examples are scripts, not an installed package
 
-from batching import IGNORED, batches  # noqa: E402
 from generate_text import (  # noqa: E402
     Document,
     documents,
@@ -24,7 +22,7 @@ from generate_text import (  # noqa: E402
     words_of,
 )
 from scenes import KIN  # noqa: E402
-from text_tokenizer import SPECIAL_TOKENS, train_tokenizer  # noqa: E402
+from text_tokenizer import SPECIAL_TOKENS  # noqa: E402
 from tone import CHEERFUL_WORDS, GLOOMY_WORDS, tone_score  # noqa: E402
 from train import main as train_main  # noqa: E402
 
@@ -65,11 +63,6 @@ def write(
     )
 
 
-def test_equal_seeds_give_equal_text_and_others_differ() -> None:
-    assert take(50, seed=3) == take(50, seed=3)
-    assert take(50, seed=3) != take(50, seed=4)
-
-
 def test_openings_have_no_tone_and_the_rest_has_the_documents_tone() -> None:
     for document in take(1000, seed=7):
         rest = document.text.removeprefix(document.opening)
@@ -90,25 +83,6 @@ def test_the_tone_words_are_words_of_the_generator_and_never_in_both_lists() -> 
 )
 def test_the_score_is_the_balance_of_tone_words(text: str, score: float) -> None:
     assert tone_score(text) == score
-
-
-@pytest.fixture(scope="module")
-def small_tokenizer() -> Tokenizer:
-    return train_tokenizer((d.text for d in take(50, seed=0)), vocab_size=400)
-
-
-def test_batches_hold_whole_documents_and_predict_each_next_token(
-    small_tokenizer: Tokenizer,
-) -> None:
-    batch = next(batches(small_tokenizer, tokens=2000, length=1000, seed=1))
-    texts = {d.text + "<|eos|>" for d in take(600, seed=1)}
-    assert batch.input_ids.numel() <= 2000
-    for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist()):
-        length = sum(label != IGNORED for label in labels) + 1
-        text = small_tokenizer.decode(ids[:length], skip_special_tokens=False)
-        assert text.removeprefix("<|bos|>") in texts
-        assert labels[: length - 1] == ids[1:length]
-        assert set(labels[length - 1 :]) == {IGNORED}
 
 
 def test_the_committed_folder_is_small() -> None:

@@ -11,12 +11,6 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.support.real_model import PROSE, real_model
 
-KNOWN = {
-    "What is the capital of France?": "Paris",
-    "What is 2 + 3?": "5",
-    "What is the capital of Japan?": "Tokyo",
-}
-
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
@@ -46,25 +40,6 @@ def test_the_configuration_is_the_models(model: LlamaForCausalLM) -> None:
     assert config.tie_word_embeddings and config.vocab_size == 49152
     assert config.rope_parameters["rope_theta"] == 100_000
     assert sum(weight.numel() for weight in model.parameters()) == 134_515_008
-
-
-def test_it_answers_what_everybody_knows(
-    model: LlamaForCausalLM, tokenizer: Any
-) -> None:
-    chats = [[{"role": "user", "content": question}] for question in KNOWN]
-    tokenizer.padding_side = "left"
-    inputs = tokenizer.apply_chat_template(
-        chats,
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-        padding=True,
-    )
-    with torch.no_grad():
-        ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    answers = tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :])
-    for (question, known), answer in zip(KNOWN.items(), answers, strict=True):
-        assert known in answer, (question, answer)
 
 
 def test_the_tokenizer_restores_texts_and_splits_as_the_model_was_trained(
