@@ -30,7 +30,7 @@ from tests.multiprocess.observe import (
     operated,
     run,
 )
-from tests.multiprocess.record import FACTS, record
+from tests.parity.results import note
 from tests.support.hf_reference import Reference, relative_error
 from tests.support.plugins import install
 from vllm.v1.capture.consumers.arrow import rows_of
@@ -52,6 +52,8 @@ SPLITS = {
 }
 """Tensor-parallel ranks and pipeline stages."""
 PARTS = [split for split in SPLITS if split != "one"]
+FACTS = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel"}
+"""What is noted of an architecture, by split."""
 EXPERTS = {("experts", "both")}
 """Engines whose ranks divide whole experts."""
 ACTING = {("llama", split) for split in SPLITS}
@@ -161,7 +163,7 @@ def test_a_split_model_gives_what_one_process_gives(
     assert len(whole) == len(parts) == len(sizes[kind])
     equal(whole, parts)
     if kind == "steered" and split in FACTS and os.environ.get("PARITY_RECORD"):
-        record(ARCHITECTURES[name].name, split)
+        note(ARCHITECTURES[name].name, FACTS[split])
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -7,7 +7,8 @@ kept. `supported_models.md` is generated from it.
 
 import fcntl
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ def key_of(architecture: str, dtype: str, device: str) -> str:
     return f"{architecture} {dtype} {device}"
 
 
-def read(path: Path = RESULTS) -> dict[str, Entry]:
-    """All entries; none if nothing was recorded yet."""
-    text = path.read_text() if path.exists() else ""
-    return json.loads(text) if text else {}
+@contextmanager
+def changing() -> Iterator[dict[str, Entry]]:
+    """All entries of the file, which no other process changes meanwhile."""
+    with RESULTS.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        entries: dict[str, Entry] = json.loads(RESULTS.read_text() or "{}")
+        yield entries
+        RESULTS.write_text(json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
 
 
 def outcome(case: Case, compared: Compared, points: HookPoints) -> Entry:
@@ -57,20 +62,9 @@ def failure(reason: str) -> Entry:
     return {"proven": False, "reason": reason}
 
 
-def record(
-    found: Mapping[Case, Entry], device: str, path: Path = RESULTS, **facts: Any
-) -> None:
-    """Merge outcomes of cases into the file.
-
-    Args:
-        found: the results of `outcome` or `failure`, by case.
-        device: the device, such as "cpu".
-        path: the file.
-        facts: further facts of each entry, such as `tensor_parallel=True`.
-    """
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        entries = read(path)
+def record(found: Mapping[Case, Entry], device: str) -> None:
+    """Merge outcomes of cases, the results of `outcome` or `failure`, into the file."""
+    with changing() as entries:
         for case, result in found.items():
             key = key_of(case.architecture, case.dtype, device)
             entry = entries.get(key, {})
@@ -78,9 +72,12 @@ def record(
             entries[key] = _entry(case, device, cases) | {
                 name: entry[name] for name in PARALLEL if name in entry
             }
-            entries[key] |= facts
-        text = json.dumps(dict(sorted(entries.items())), indent=1)
-        path.write_text(text + "\n")
+
+
+def note(architecture: str, fact: str) -> None:
+    """Note one of `PARALLEL` of an architecture, in float32 on a CPU."""
+    with changing() as entries:
+        entries[key_of(architecture, "float32", "cpu")][fact] = True
 
 
 PARALLEL = ("tensor_parallel", "pipeline_parallel")

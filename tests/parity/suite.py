@@ -8,7 +8,6 @@ the results.
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -23,11 +22,8 @@ Outcome = tuple[Compared, dict[int, tuple[str, ...]]]
 class Suite:
     """Running cases; a test waits for its own."""
 
-    def __init__(
-        self, cases: Sequence[Case], device: str, path: Path = results.RESULTS
-    ) -> None:
+    def __init__(self, cases: Sequence[Case], device: str) -> None:
         self.device = device
-        self._path = path
         self._forms = {case: case.on(device) for case in cases}
         self._pool = ThreadPoolExecutor(int(os.environ.get("PARITY_JOBS", "2")))
         self._in_flight: dict[Case, Future[Outcome]] = {
@@ -55,7 +51,7 @@ class Suite:
         self._pool.shutdown(cancel_futures=True)
         if os.environ.get("PARITY_RECORD") == "1":
             found = {form: self._entry(case) for case, form in self._forms.items()}
-            results.record(found, self.device, self._path)
+            results.record(found, self.device)
 
     def _entry(self, case: Case) -> results.Entry:
         if reason := self.obstacle(case):
