@@ -51,9 +51,7 @@ SIZES: dict[str, Any] = COMMON | {
 def begins() -> transformers.PretrainedConfig:
     """The first layer of experts receives all tokens from the dense layer before it."""
     return transformers.DeepseekV2Config(
-        **SIZES,
-        num_attention_heads=16,
-        num_key_value_heads=16,
+        **SIZES | {"num_attention_heads": 16, "num_key_value_heads": 16},
         first_k_dense_replace=1,
         n_routed_experts=4,
         n_shared_experts=1,
@@ -71,9 +69,7 @@ def begins() -> transformers.PretrainedConfig:
 def throughout() -> transformers.PretrainedConfig:
     """The model splits its tokens before the first layer."""
     return transformers.Qwen3NextConfig(
-        **SIZES,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        **SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4},
         head_dim=64,
         layer_types=["full_attention"] * LAYERS,
         num_experts=4,

@@ -15,7 +15,8 @@ LAYERS = 4
 HIDDEN = 64
 
 
-def _common(**options: Any) -> dict[str, Any]:
+def common(**options: Any) -> dict[str, Any]:
+    """The options that most configurations share, updated by `options`."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -34,7 +35,7 @@ def _common(**options: Any) -> dict[str, Any]:
 def _hybrid() -> transformers.PretrainedConfig:
     """Attention and Mamba-2 mixers, with a factor on each layer's addition."""
     return transformers.GraniteMoeHybridConfig(
-        **_common(
+        **common(
             num_local_experts=0,
             shared_intermediate_size=96,
             layer_types=["mamba", "attention", "mamba", "attention"],
@@ -53,7 +54,7 @@ def _hybrid() -> transformers.PretrainedConfig:
 def _post_norm() -> transformers.PretrainedConfig:
     """Norms before and behind both sublayers, windows, and soft caps."""
     return transformers.Gemma2Config(
-        **_common(tie_word_embeddings=True),
+        **common(tie_word_embeddings=True),
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=16,
@@ -88,7 +89,7 @@ class Architecture:
 ARCHITECTURES = {
     "llama": Architecture(
         "LlamaForCausalLM",
-        lambda: transformers.LlamaConfig(**_common(**FOUR_HEADS)),
+        lambda: transformers.LlamaConfig(**common(**FOUR_HEADS)),
     ),
     "post_norm": Architecture(
         "Gemma2ForCausalLM",
@@ -97,13 +98,13 @@ ARCHITECTURES = {
     ),
     "parallel": Architecture(
         "CohereForCausalLM",
-        lambda: transformers.CohereConfig(**_common(tie_word_embeddings=True)),
+        lambda: transformers.CohereConfig(**common(tie_word_embeddings=True)),
         PARALLEL,
     ),
     "experts": Architecture(
         "MixtralForCausalLM",
         lambda: transformers.MixtralConfig(
-            **_common(
+            **common(
                 num_local_experts=4,
                 num_experts_per_tok=2,
                 sliding_window=None,

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 
+from tests.multiprocess.architectures import common
 from tests.multiprocess.shares import LAYERS, NEW_TOKENS, Order, run
 from tests.parity.families.llama import YARN
 from tests.support.hf_reference import Reference, relative_error
-from tests.support.models import VOCABULARY, save
+from tests.support.models import save
 
 pytestmark = [
     pytest.mark.e2e,
@@ -29,27 +30,13 @@ SHARING = {"begins": [False, True, True, True], "throughout": [True] * LAYERS}
 model does."""
 WIDTH = 64
 Found = dict[str, Any]
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+COMMON = common(moe_intermediate_size=64, num_experts_per_tok=2)
 
 
 def begins() -> transformers.PretrainedConfig:
     """The first layer of experts receives all tokens from the dense layer before it."""
     return transformers.DeepseekV2Config(
         **COMMON,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         first_k_dense_replace=1,
         n_routed_experts=8,
         n_shared_experts=1,
@@ -70,8 +57,6 @@ def throughout() -> transformers.PretrainedConfig:
     """The model splits its tokens before the first layer."""
     return transformers.Qwen3NextConfig(
         **COMMON,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         head_dim=32,
         # Upstream's linear attention on a CPU supports bfloat16 only.
         layer_types=["full_attention"] * LAYERS,
