@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
@@ -192,6 +193,34 @@ def test_steering_shows_the_pair_its_dose_and_divergence(tab: Any) -> None:
     tab.wait_for_selector("button:has-text('Generate both')")
     tab.wait_for_selector("section:has(h3:text-is('steered')) .token >> nth=10")
     assert "post_block 2" in tab.inner_text("table")
+
+
+def listed(logprobs: np.ndarray, count: int = 20) -> list[tuple[int, float]]:
+    """The likeliest tokens, as the server lists them."""
+    return [(int(k), float(logprobs[k])) for k in np.argsort(-logprobs)[:count]]
+
+
+def test_the_divergence_is_a_useful_lower_bound(tab: Any) -> None:
+    random = np.random.default_rng()
+    steered, plain = random.normal(0, 5, (2, 300, 500))
+    plain[:100] = steered[:100] + random.normal(0, 0.3, (100, 500))
+    steered, plain = (
+        x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (steered, plain)
+    )
+    true = (np.exp(steered) * (steered - plain)).sum(-1)
+    lists = [[listed(p), listed(q)] for p, q in zip(steered, plain)]
+    bounds = tab.evaluate(
+        "async lists => { const found = await import('/lens/views/pair.js');"
+        "return lists.map(one => found.klAtLeast(...one)); }",
+        lists,
+    )
+    share = np.array(bounds) / true
+    assert share.max() <= 1 + 1e-6
+    # Most of their likely tokens differ in the last 200 pairs.
+    print(
+        f"of the divergence: {np.median(share[:100]):.2f}, {np.median(share[100:]):.2f}"
+    )
+    assert np.median(share[:100]) > 0.9 and np.median(share[100:]) > 0.2
 
 
 def test_it_is_told_where_conditions_fired(tab: Any) -> None:
