@@ -23,7 +23,8 @@ from clearbox_client.payloads import decode
 from tests.multiprocess import connections
 from tests.multiprocess.apart import runner
 from tests.multiprocess.connections import Connections
-from tests.multiprocess.steered import HIDDEN, KEY, carried_out, post, served
+from tests.support.models import TOKENIZER
+from tests.support.server import OWN_WORKER, Server
 from tests.support.waiting import until
 from vllm.v1.readouts.modules import save_probe
 
@@ -36,10 +37,19 @@ pytestmark = [
 
 SPLITS = {"pipeline": (2, 1), "data": (1, 2)}
 """Pipeline stages and data-parallel engines."""
+HIDDEN = 192
+KEY = "steering"
 HUGE = {"post_block": {"1": [2e38] * HIDDEN}}
 """Twice this value overflows float32."""
 
 Body = dict[str, Any]
+
+
+class Launched(Server):
+    """A server with the model runner that the environment names."""
+
+    program = ("-m", "tests.multiprocess.launch")
+    start_seconds = 400.0
 
 
 class Servers(NamedTuple):
@@ -77,17 +87,20 @@ def servers(
     arguments += ["--pipeline-parallel-size", str(stages)]
     for consumer in ("inline", f"filesystem:root={folder}/files"):
         arguments += ["--capture-consumers", consumer]
-    arguments.append("--enable-readouts")
-    environment = {
-        **connections.ENVIRONMENT,
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": runner(stages),
-    }
-    with (
-        served(folder, arguments, environment) as url,
-        connections.connections(url) as opened,
-    ):
-        yield Servers(opened, opened.processes(2))
+    server = Launched(
+        TOKENIZER,
+        *arguments,
+        *("--enable-readouts", "--enable-steering", "--steering-api-key", KEY),
+        *("--served-model-name", "m", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "256", "--gpu-memory-utilization", "0.2"),
+        **connections.ENVIRONMENT | OWN_WORKER,
+        VLLM_USE_V2_MODEL_RUNNER=runner(stages),
+    )
+    try:
+        with connections.connections(server.url) as opened:
+            yield Servers(opened, opened.processes(2))
+    finally:
+        server.close()
 
 
 @pytest.fixture
@@ -98,6 +111,18 @@ def both(servers: Servers) -> Iterator[tuple[httpx.Client, httpx.Client]]:
     for name in modules(one):
         carried_out(post(one, "modules/unregister", name=name))
     yield one, other
+
+
+def post(client: httpx.Client, what: str, **body: Any) -> httpx.Response:
+    """Request a change below `/v1/steering/`."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return client.post(f"/v1/steering/{what}", json=body, headers=headers)
+
+
+def carried_out(response: httpx.Response) -> Any:
+    """Check that a change succeeded; returns the answer."""
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def refused(response: httpx.Response) -> Body:

@@ -53,6 +53,8 @@ class Server:
 
     python = sys.executable
     """The Python whose vLLM is run."""
+    program: tuple[str, ...] = ("-m", "vllm.entrypoints.cli.main", "serve")
+    start_seconds = START_SECONDS
 
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
         folder = tempfile.mkdtemp(prefix="server-")
@@ -60,8 +62,8 @@ class Server:
         self.log = Path(folder, "server.log")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [self.python, "-m", "vllm.entrypoints.cli.main", "serve"]
-        command += [str(model), "--port", str(port), "--host", "127.0.0.1"]
+        command = [self.python, *self.program, str(model)]
+        command += ["--port", str(port), "--host", "127.0.0.1"]
         chosen = os.environ | ENVIRONMENT | environment
         with open(self.log, "w") as log:
             self._process = subprocess.Popen(
@@ -74,7 +76,7 @@ class Server:
             raise
 
     def _wait_until_it_answers(self) -> None:
-        deadline = monotonic() + START_SECONDS
+        deadline = monotonic() + self.start_seconds
         while monotonic() < deadline:
             assert self._process.poll() is None, self.log.read_text()[-4000:]
             try:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve --distributed-executor-backend ray` captures, reads and steers."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from examples.demo import serving
 from tests.interop.ray.conftest import PATIENCE_SECONDS
 from tests.multiprocess.apart import ON_CPU
 from tests.multiprocess.test_nodes import (
@@ -26,9 +24,17 @@ from tests.multiprocess.test_nodes import (
 )
 from tests.support.hf_reference import relative_error
 from tests.support.models import llama
+from tests.support.server import OWN_WORKER, Server
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.interop, pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+
+class RayServer(Server):
+    """A server with upstream's Ray executor on CPUs."""
+
+    program = ("-m", "tests.interop.ray.serve")
+    start_seconds = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -44,30 +50,24 @@ def served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[httpx.Client, Path]]:
     """A client of a server with two ranks or stages, and the folder of its files."""
-    folder = tmp_path_factory.mktemp(request.param)
-    port = serving.free_port(8890)
-    url, root = f"http://{serving.HOST}:{port}", folder / "files"
-    command = [sys.executable, "-m", "tests.interop.ray.serve", str(model)]
-    command += ["--host", serving.HOST, "--port", str(port)]
-    command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "256", "--max-num-seqs", "4", "--enable-steering"]
-    command += ["--gpu-memory-utilization", "0.2", "--enable-readouts"]
-    command += ["--distributed-executor-backend", "ray"]
-    command += [f"--{request.param}-parallel-size", "2"]
-    for consumer in ("inline", f"filesystem:root={root}"):
-        command += ["--capture-consumers", consumer]
-    environment = {
-        **serving.ENVIRONMENT,
-        "RAY_ADDRESS": head[0],
-        **ON_CPU,
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if request.param == "pipeline" else "0",
-    }
-    log = folder / "log"
-    with (
-        serving.running(command, url, log, 600, lambda _, __: None, environment),
-        httpx.Client(base_url=url, timeout=300) as client,
-    ):
-        yield client, root
+    root = tmp_path_factory.mktemp(request.param) / "files"
+    server = RayServer(
+        model,
+        *("--served-model-name", "m", "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "256", "--max-num-seqs", "4", "--enable-steering"),
+        *("--gpu-memory-utilization", "0.2", "--enable-readouts"),
+        *("--distributed-executor-backend", "ray"),
+        *(f"--{request.param}-parallel-size", "2", "--capture-consumers", "inline"),
+        *("--capture-consumers", f"filesystem:root={root}"),
+        **ON_CPU | OWN_WORKER,
+        RAY_ADDRESS=head[0],
+        VLLM_USE_V2_MODEL_RUNNER="1" if request.param == "pipeline" else "0",
+    )
+    try:
+        with httpx.Client(base_url=server.url, timeout=300) as client:
+            yield client, root
+    finally:
+        server.close()
 
 
 def test_rows_readouts_and_steering_are_those_of_the_model(
