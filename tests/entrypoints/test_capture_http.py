@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.hf_reference import Reference, relative_error
-from tests.support.server import Server
+from tests.support.server import SHORT, Server
 from vllm.entrypoints.serve.utils.residual_fields import FIELDS
 from vllm.v1.capture.consumers.filesystem import read_per_file, read_request
 
@@ -20,14 +20,8 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a short story"
 
 def body(name: str, positions: Any = "all", **more: Any) -> dict[str, Any]:
     spec = {"request_id": name, "tag": "http", "hooks": {"post_block": "all"}}
-    return {
-        "model": "tiny",
-        "max_tokens": 5,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "capture": {"filesystem": spec | {"positions": positions}},
-        "capture_wait": True,
-    } | more
+    capture = {"filesystem": spec | {"positions": positions}}
+    return {**SHORT, "capture": capture, "capture_wait": True, **more}
 
 
 def completion(name: str, positions: Any = "all", **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from tests.support.server import Server
+from tests.support.server import SHORT, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -17,17 +17,9 @@ URL = "/v1/capture/memory"
 
 def completion(server: Server, prompt: list[int], **spec: Any) -> Any:
     asked = {"hooks": {"post_block": [0, 2]}, "positions": "all"}
-    status, reply = server.post(
-        "/v1/completions",
-        {
-            "model": "tiny",
-            "prompt": prompt,
-            "max_tokens": 3,
-            "ignore_eos": True,
-            "capture": {"memory": asked | spec, "inline": asked},
-            "capture_wait": True,
-        },
-    )
+    capture = {"memory": asked | spec, "inline": asked}
+    body = {**SHORT, "prompt": prompt, "capture": capture, "capture_wait": True}
+    status, reply = server.post("/v1/completions", body)
     assert status == 200, reply
     return reply["capture_results"]
 

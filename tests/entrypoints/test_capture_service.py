@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.server import Server
+from tests.support.server import SHORT, Server
 from tests.support.waiting import until
 from vllm.v1.capture.consumers.filesystem import read_request
 
@@ -22,15 +22,8 @@ PROMPT = [20, 30, 40, 50, 60, 70]
 
 def request(name: str, **more: Any) -> dict[str, Any]:
     spec = {"request_id": name, "tag": "service", "hooks": {"post_block": "all"}}
-    return {
-        "model": "tiny",
-        "prompt": PROMPT,
-        "max_tokens": 5,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "capture": {"filesystem": spec | {"positions": "all"}},
-        "capture_wait": True,
-    } | more
+    capture = {"filesystem": spec | {"positions": "all"}}
+    return {**SHORT, "prompt": PROMPT, "capture": capture, "capture_wait": True, **more}
 
 
 def metrics(server: Server) -> dict[tuple[str, str], float]:

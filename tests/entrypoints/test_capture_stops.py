@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.server import OWN_WORKER, Server
+from tests.support.server import OWN_WORKER, SHORT, Server
 from tests.support.waiting import until
 from vllm.v1.capture.consumers.filesystem import read_request
 
@@ -44,13 +44,9 @@ class Streaming:
 
 def body(name: str, max_tokens: int) -> dict[str, Any]:
     spec = {"request_id": name, "tag": "stops", "hooks": {"post_block": "all"}}
-    return {
-        "model": "tiny",
-        "prompt": [20, 30, 40],
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "capture": {"filesystem": spec | {"positions": "all"}},
-    }
+    capture = {"filesystem": spec | {"positions": "all"}}
+    given = {"prompt": [20, 30, 40], "max_tokens": max_tokens, "capture": capture}
+    return SHORT | given
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from clearbox_client import ClearboxError, Client, paired
 from clearbox_client.payloads import decode
 
 from tests.support.browser import opened
-from tests.support.server import Server
+from tests.support.server import SHORT, Server
 from tests.support.waiting import until
 from tests.v1.readouts._reading import HIDDEN, draw
 from vllm.capture_dataset import load_dataset, remote
@@ -34,13 +34,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 
 def body(**more: Any) -> dict[str, Any]:
-    return {
-        "model": "tiny",
-        "prompt": [20, 30, 40, 50],
-        "max_tokens": 6,
-        "temperature": 0.0,
-        "ignore_eos": True,
-    } | more
+    return {**SHORT, "prompt": [20, 30, 40, 50], "max_tokens": 6, **more}
 
 
 PROBE = {"kind": "probe", "probe": "direction"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.models import llama
-from tests.support.server import Server
+from tests.support.server import SHORT, Server
 from vllm.interop.vllm_lens import Hook, VLLMLensClient
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -52,16 +52,7 @@ class Plugged:
         )
 
     def body(self, **capture: Any) -> dict[str, Any]:
-        return {
-            "model": "tiny",
-            "prompt": PROMPT,
-            "max_tokens": 5,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "capture": capture,
-            "capture_wait": True,
-        }
+        return {**SHORT, "prompt": PROMPT, "capture": capture, "capture_wait": True}
 
     def results(self, **capture: Any) -> dict[str, Any]:
         status, reply = self.server.post("/v1/completions", self.body(**capture))

@@ -35,6 +35,15 @@ OWN_WORKER = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """Environment of a server whose worker has its own process, the default on a CPU."""
 
 
+SHORT: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 5,
+    "temperature": 0.0,
+    "ignore_eos": True,
+}
+"""Fields of a short request to a server that names its model so."""
+
+
 class Reply(NamedTuple):
     """A response: its status, and its body as JSON (or as text)."""
 
