@@ -3,6 +3,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,8 +20,12 @@ TAPS = {(layer, "post_block"): layer + 1 for layer in range(3)}
 def request(name: str, tokens: str, **more: Any) -> Any:
     """A request whose hashes are the texts up to the end of each block."""
     whole = range(SIZE, len(tokens) + 1, SIZE)
-    hashes, params = [tokens[:stop] for stop in whole], SamplingParams(**more)
-    return SimpleNamespace(request_id=name, block_hashes=hashes, sampling_params=params)
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=[tokens[:stop] for stop in whole],
+        sampling_params=SamplingParams(**more),
+        num_computed_tokens=len(tokens),
+    )
 
 
 def plan(tokens: str, first: int, layers: Any, **readers: Any) -> CapturePlan:
@@ -114,6 +119,21 @@ def test_rows_are_reused_in_the_step_after_the_one_that_computes_them() -> None:
     store.scheduled("x", 10)
     store.free("x")
     assert store.reusable(two, 9) == 8
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_rows_of_a_step_that_lacked_keys_and_values_are_not_stored(ends: bool) -> None:
+    """What could not be loaded is computed in another step, or the request ends."""
+    store, _, one, two = begun()
+    store.scheduled("x", 10)
+    one.num_computed_tokens = 0
+    if ends:
+        store.free("x")
+    store.new_step()
+    store.scheduled("x", 10)
+    one.num_computed_tokens = 10
+    store.new_step()
+    assert store.reusable(two, 9) == 0
 
 
 def test_rows_that_a_change_precedes_are_not_stored() -> None:

@@ -269,6 +269,9 @@ class RowStore:
 
     def _settle(self, known: Captured) -> None:
         names = known.request.block_hashes
+        if known.request.num_computed_tokens < known.reached:
+            # It was computed from keys and values that could not be loaded.
+            self._give_up(known)
         while known.coming and known.coming[0][0] <= known.reached:
             stop, stored = known.coming.popleft()
             if names[stop // self._size - 1] != stored.block:
