@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.v1.readouts.frontend.collector import Joined
+from vllm.v1.readouts.frontend.collector import Joined, _note_changed
 from vllm.v1.readouts.results import ReadoutResult
 from vllm.v1.residual.readout_plan import Readout, ReadoutPart
 
@@ -36,6 +36,20 @@ def test_a_full_pattern_is_drawn() -> None:
 def test_without_the_client_there_is_only_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "clearbox_client.readouts", None)
     assert result()._repr_html_() is None and "probe" in repr(result())
+
+
+@pytest.mark.parametrize("after", [-1, 1])
+def test_a_change_of_what_enters_the_head_is_noted_beside_its_logits(
+    after: int,
+) -> None:
+    last = {(1, "final_norm")}
+    for kind in ("lens", "attribution"):
+        read = Readout("n", kind, ((1, "post_block"),), ((0, 9),), after=after)
+        noted = _note_changed(read, last)
+        assert noted is not None and "changes final_norm of layer 1, " in noted
+        assert '"after"' not in noted
+    norm = Readout("n", "norm", ((1, "post_block"),), ((0, 9),))
+    assert _note_changed(norm, last) is None
 
 
 @given(

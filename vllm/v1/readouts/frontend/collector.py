@@ -142,15 +142,19 @@ class Collector:
 
 def _note_changed(readout: Readout, changed: Set[Tap]) -> str | None:
     read = readout.staged if readout.kind == "attribution" else readout.taps
-    places = [tap for tap in read if tap in changed]
-    if not places or readout.after != -1:
+    places = [tap for tap in read if tap in changed and readout.after == -1]
+    if not places and readout.kind in ("lens", "attribution"):
+        # What enters the head, which `after` does not have either.
+        places = [tap for tap in changed if tap[1] == "final_norm"]
+    if not places:
         return None
     layer, hook = places[0]
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    never = readout.kind in NEVER_AFTER or hook == "final_norm"
     return (
         f"this request changes {hook} of layer {layer}{more}, after it is read: these "
         "values are those before the change"
-    ) + ("" if readout.kind in NEVER_AFTER else '; "after": true reads those behind it')
+    ) + ("" if never else '; "after": true reads those behind it')
 
 
 def _note_missing(readout: Readout, result: ReadoutResult, stop: int) -> None:
