@@ -16,6 +16,7 @@ from tqdm import tqdm
 from tests.support.inner_reference import InnerReference, Tap
 from tests.v1.steering import _engine, _models
 from tests.v1.steering._engine import generate, logprobs, params, tokens
+from vllm import SamplingParams
 from vllm.patching import ablation_sweep, causal_trace, offline, patch_sweep, presets
 from vllm.patching.result import Found
 from vllm.v1.readouts.modules import save_probe
@@ -93,6 +94,26 @@ def replacing(position: int, row: torch.Tensor, part: slice = ALL) -> Any:
         return x.reshape(shape)
 
     return change
+
+
+@on_one_kind
+def test_requests_beside_those_of_a_sweep_keep_their_likeliest_tokens(
+    swept: Any,
+) -> None:
+    llm, _ = swept
+    asked = [{"logprobs": 2}, {"logprob_token_ids": [0, ANSWER, FOIL]}, {"logprobs": 5}]
+    sampling = [
+        SamplingParams(max_tokens=1, temperature=0, detokenize=False, **one)  # type: ignore[arg-type]
+        for one in asked
+    ]
+    prompts = [CLEAN, CORRUPT, LONGER]
+    alone = [generate(llm, [p], [s])[0] for p, s in zip(prompts, sampling, strict=True)]
+    for other, output in zip(alone, generate(llm, prompts, sampling), strict=True):
+        expected, found = (
+            {token: one.logprob for token, one in each.outputs[0].logprobs[0].items()}
+            for each in (other, output)
+        )
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("prompt", [CORRUPT, LONGER], ids=["equal", "longer"])
