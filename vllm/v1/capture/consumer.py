@@ -201,7 +201,8 @@ class BatchingSink(GroupSink):
         """Call `on_group` for each group.
 
         Large groups arrive in parts, for each of which it is called. If the parts of
-        different steps have different taps, the keys must be ended one by one.
+        different steps have different taps, or the taps of a part have different ends,
+        as after rows were dropped, the keys must be ended one by one.
         """
         if self._on_group is None:
             return None
@@ -216,6 +217,12 @@ class BatchingSink(GroupSink):
             else:  # Of another pipeline stage, which sends its ends itself.
                 others.append(item)
         if len({tap for taps in parts for tap in taps}) < sum(map(len, parts)):
+            return None
+        if any(
+            0 < len({*taps}.intersection(end.taps)) < len(taps)
+            for taps in parts
+            for end in ends
+        ):
             return None
         self._items.pop(request_id, None)
         if others:

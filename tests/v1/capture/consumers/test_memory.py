@@ -144,6 +144,19 @@ def test_stages_that_end_one_after_another_keep_their_own_rows(split: bool) -> N
     check_kept(consumer, rows)
 
 
+def test_a_group_whose_keys_have_ends_of_their_own_keeps_their_rows() -> None:
+    """As they have if later rows of it were dropped."""
+    consumer, rows = keeping(), torch.randn(4, 3, 8)
+    sink = BatchingSink(consumer)
+    sink.submit_rows([GroupChunk(ID, GROUP, rows, 0, 0, [0, 1, 2])])
+    sidecars = [sidecar_of("r", tap, rows[0]) for tap in GROUP]
+    ends = [GroupEnd(ID, (tap,), one) for tap, one in zip(GROUP, sidecars, strict=True)]
+    assert sink.submit_ends("r", ends) is None
+    for tap, one in zip(GROUP, sidecars, strict=True):
+        sink.submit_finalize(CaptureFinalize((ID, *tap), one))
+    check_kept(consumer, rows)
+
+
 def test_rows_that_do_not_fit_are_refused_or_reported() -> None:
     consumer = keeping(max_bytes=SIZE)
     raw = {"hooks": {"post_block": [0]}, "positions": "all"}
