@@ -29,8 +29,9 @@ from clearbox_client import (
 )
 
 from tests.client._answering import served
-from vllm.v1.capture.frontend.http import rows_as_json
+from vllm.v1.capture.frontend.http import in_base64
 from vllm.v1.capture.results import RowsByTap
+from vllm.v1.capture.transport.parts import described, parts_of_payload
 
 CLIENT = Path(__file__).parents[2] / "client"
 
@@ -42,7 +43,8 @@ def entry(rows: torch.Tensor, layer: int = 3) -> dict[str, Any]:
         "token_ids": list(range(10, 10 + len(rows))),
     }
     payload.put((layer, "post_block"), rows, facts)
-    (told,) = json.loads(json.dumps(rows_as_json("", payload)))
+    (part,) = parts_of_payload("", payload)
+    told = json.loads(json.dumps(described(part, in_base64)))
     return dict(told)
 
 

@@ -41,8 +41,8 @@ def test_the_guide_to_rows_that_stay(run_script: Run) -> None:
 def test_the_guide_to_rows_in_the_response(run_script: Run) -> None:
     offline, live, read = blocks(ROOT / "docs" / "capture" / "rows.md", "python")
     check = """
-from vllm.v1.capture.frontend.http import rows_as_json
-for entry in rows_as_json("", rows):
+from vllm.v1.capture.frontend.http import as_json
+for entry in as_json(output.capture_results)["inline"]["payload"]:
     assert torch.equal(read(entry), rows[entry["layer"], entry["hook"]])
 """
     printed = run_script("\n".join([offline, live, read, check]))
