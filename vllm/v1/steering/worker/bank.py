@@ -174,12 +174,16 @@ class Bank:
         self._reserved = None  # The vectors use the reserved memory.
         found = {one.digest: self._kept.get(one.digest) for one in operations}
         missing = {one.digest: one for one in operations if found[one.digest] is None}
-        own = [one for one in missing.values() if one.details.feature is None]
-        drafts = [_draft(one, self._width_at(one.tap)) for one in own]
-        sent = dict(zip(map(id, own), uploaded(drafts, self._device), strict=True))
+        drafts = {
+            digest: _draft(one, self._width_at(one.tap))
+            for digest, one in missing.items()
+            if one.details.feature is None
+        }
+        own = uploaded(list(drafts.values()), self._device)
+        sent = dict(zip(drafts, own, strict=True))
         made = {
             digest: Kept(
-                sent.get(id(one)) or feature_instruction(one, self._saes),
+                sent.get(digest) or feature_instruction(one, self._saes),
                 carried_instruction(one, self._saes),
             )
             for digest, one in missing.items()
