@@ -206,7 +206,7 @@ class BatchingSink(GroupSink):
         """
         if self._on_group is None:
             return None
-        ended = {tap for end in ends for tap in end.taps}
+        ended = {tap: number for number, end in enumerate(ends) for tap in end.taps}
         if any((request_id, *tap) in self._rows for tap in ended):
             return None  # Another stage was ended one by one.
         parts: dict[tuple[Tap, ...], list[torch.Tensor]] = {}
@@ -218,11 +218,7 @@ class BatchingSink(GroupSink):
                 others.append(item)
         if len({tap for taps in parts for tap in taps}) < sum(map(len, parts)):
             return None
-        if any(
-            0 < len({*taps}.intersection(end.taps)) < len(taps)
-            for taps in parts
-            for end in ends
-        ):
+        if any(len({ended.get(tap) for tap in taps}) > 1 for taps in parts):
             return None
         self._items.pop(request_id, None)
         if others:
