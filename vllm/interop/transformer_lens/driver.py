@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm.interop.prompt_rows import capture_spec
 from vllm.interop.transformer_lens.interventions import Intervention, parsed
 from vllm.v1.residual.tap import Tap
 
@@ -24,6 +25,19 @@ class Asked:
     vectors: Vectors | None
     max_new_tokens: int
     logits: bool
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a request, which an engine and a server name alike."""
+        logprobs = -1 if self.logits else None
+        return {
+            "max_tokens": self.max_new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": logprobs,
+            "prompt_logprobs": logprobs,
+            "capture": capture_spec(self.taps) if self.taps else None,
+            "steering_vectors": self.vectors,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm.inputs import TokensPrompt
-from vllm.interop.prompt_rows import capture_spec, rows_of
+from vllm.interop.prompt_rows import rows_of
 from vllm.interop.transformer_lens.driver import (
     Answer,
     Asked,
@@ -70,17 +70,7 @@ class EngineDriver(ServedDriver):
         self._vocabulary = config.model_config.get_vocab_size()
 
     def _answers(self, prompts: list[list[int]], asked: Asked) -> list[Answer]:
-        logprobs = -1 if asked.logits else None
-        params = SamplingParams(
-            max_tokens=asked.max_new_tokens,
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=logprobs,
-            prompt_logprobs=logprobs,
-            capture=capture_spec(asked.taps) if asked.taps else None,
-            steering_vectors=asked.vectors,
-        )
+        params = SamplingParams(detokenize=False, **asked.fields())
         inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return [self._answer(output, asked) for output in outputs]

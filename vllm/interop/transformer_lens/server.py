@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm.interop.prompt_rows import capture_spec
 from vllm.interop.transformer_lens.driver import (
     Answer,
     Asked,
@@ -91,14 +90,8 @@ class ServerDriver(ServedDriver):
             prompts,
             concurrency=CONCURRENT,
             progress=False,
-            max_tokens=asked.max_new_tokens,
-            temperature=0,
-            ignore_eos=True,
-            logprobs=-1 if asked.logits else None,
-            prompt_logprobs=-1 if asked.logits else None,
             return_tokens_as_token_ids=True,
-            capture=capture_spec(asked.taps) if asked.taps else None,
-            steering_vectors=asked.vectors,
+            **asked.fields(),
         )
         return [
             Answer(
